@@ -1,12 +1,12 @@
 #include "ops/attention_update.h"
 
 #include <ATen/ops/stack.h>
+#include <torch/library.h>
 
 #include <limits>
 
 #include "autograd/saved_call.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn {
 namespace {
@@ -32,9 +32,9 @@ void attention_update_grad(const AttentionUpdateGrad& op, AttentionUpdateGrad::O
   d_lse.sub_(mean).add_(op.d_lse_out).mul_(weights).masked_fill_(empty, 0);
 }
 
-const Registration any_backend(c10::DispatchKey::CompositeExplicitAutograd, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {
   register_kernel<AttentionUpdateGrad, attention_update_grad>(m);
-});
+}
 
 }  // namespace
 

@@ -45,10 +45,8 @@ bool FlashAttentionScore::differentiable() const {
 void FlashAttentionScore::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& [out, softmax_max, softmax_sum] = outputs;
   const auto& pse = options.pse_shift;
-  // The log-sum-exp is softmax_max + log(softmax_sum): the sum carries all of its gradient.
-  context.mark_non_differentiable({softmax_max});
   SavedCall<FlashAttentionScore>::save(context, *this, {out, softmax_max, softmax_sum});
-  context.saved_data("pse_grad") = pse && pse->requires_grad();
+  context.saved_data["pse_grad"] = pse && pse->requires_grad();
 }
 
 variable_list FlashAttentionScore::backward(AutogradContext& context,
@@ -72,7 +70,7 @@ variable_list FlashAttentionScore::backward(AutogradContext& context,
       .options = op.options,
       .extra = op.extra,
       .d_softmax_sum = if_defined(d_softmax_sum),
-      .pse_grad = context.saved_data("pse_grad").toBool()};
+      .pse_grad = context.saved_data["pse_grad"].toBool()};
   arguments.options.pse_shift = pse_of_gradient(op);
   if (!op.extra.given() && !arguments.pse_grad) {
     std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =

@@ -5,29 +5,18 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 
-#include "autograd/context.h"
+#include "autograd/saved_call.h"
 #include "core/device_in_force.h"
 #include "core/error.h"
 #include "dispatch/without_gradient.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {
-
-void AutogradContext::save_for_backward(variable_list tensors) {
-  context_.save_for_backward(std::move(tensors));
-}
-variable_list AutogradContext::get_saved_variables() const {
-  return context_.get_saved_variables();
-}
-c10::IValue& AutogradContext::saved_data(const std::string& name) {
-  return context_.saved_data[name];
-}
 
 void raise_second_derivative(std::string_view op) {
   raise(Violation::not_implemented, op, "gradient",
@@ -93,29 +82,26 @@ const std::unordered_map<std::string_view, Backward>& backward_functions() {
 // gradient operator is recorded to raise on a second derivative through its results;
 // create_graph=True alone is no error.
 struct Recorded : torch::autograd::Function<Recorded> {
-  using Context = torch::autograd::AutogradContext;
   using Compute = c10::function_ref<variable_list(AutogradContext&)>;
 
-  static variable_list forward(Context* context, at::TensorList, const char* op, Compute compute,
-                               variable_list* constants) {
+  static variable_list forward(AutogradContext* context, at::TensorList, const char* op,
+                               Compute compute) {
     context->set_materialize_grads(false);
     context->saved_data["operator"] = op;
     // The backward may run on an engine thread, where the caller's limits are not set.
     context->saved_data["limits"] = limits_override();
-    AutogradContext saved(*context, constants);
-    return compute(saved);
+    return compute(*context);
   }
 
-  static variable_list backward(Context* context, const variable_list& d_outputs) {
+  static variable_list backward(AutogradContext* context, const variable_list& d_outputs) {
     const LimitsScope limits(context->saved_data["limits"].toInt());
     const auto& op = context->saved_data["operator"].toStringRef();
     const auto function = backward_functions().at(op);
     if (!function) {
       raise_second_derivative(op);
     }
-    AutogradContext saved(*context);
-    auto gradients = function(saved, d_outputs);
-    gradients.resize(gradients.size() + 3);  // of what apply() takes besides the operands
+    auto gradients = function(*context, d_outputs);
+    gradients.resize(gradients.size() + 2);  // of what apply() takes besides the operands
     return gradients;
   }
 };
@@ -126,7 +112,7 @@ typename Op::Outputs compute(AutogradContext& context, const Op& op) {
     const auto recorded = op.recorded();
     const auto outputs = call_below_autograd(recorded);
     recorded.save(context, outputs);
-    return op.returned(context, outputs);
+    return op.returned(outputs);
   } else {
     const auto outputs = call_below_autograd(op);
     if constexpr (HasBackward<Op>) {
@@ -149,14 +135,14 @@ typename Op::Outputs compute_and_record(const Op& op) {
     return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
                       compute(context, op));
   };
-  variable_list constants;
   // apply() takes a TensorList apart, but drops the gradients of tensors in a std::vector or in a
   // struct without a word.
-  auto outputs = Recorded::apply(at::TensorList(operands), Op::name, Recorded::Compute(compute_all),
-                                 &constants);
-  for (auto& output : outputs) {
-    if (std::ranges::any_of(constants, [&](const auto& x) { return x.is_same(output); })) {
-      output = output.detach();
+  auto outputs =
+      Recorded::apply(at::TensorList(operands), Op::name, Recorded::Compute(compute_all));
+  if constexpr (requires { op.constant_outputs(); }) {
+    // Compiled autograd does not take torch's mark for them.
+    for (const size_t index : op.constant_outputs()) {
+      outputs[index] = outputs[index].detach();
     }
   }
   return [&]<size_t... index>(std::index_sequence<index...>) {

@@ -21,7 +21,7 @@ bool LightningIndexer::differentiable() const {
 void LightningIndexer::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& sparse_indices = std::get<0>(outputs);
   SavedCall<LightningIndexer>::save(context, *this, {sparse_indices});
-  context.saved_data("deterministic") = is_deterministic(false);
+  context.saved_data["deterministic"] = is_deterministic(false);
 }
 
 variable_list LightningIndexer::backward(AutogradContext& context, const variable_list& d_outputs) {
@@ -44,7 +44,7 @@ variable_list LightningIndexer::backward(AutogradContext& context, const variabl
                                 .sparse_mode = op.sparse_mode,
                                 .pre_tokens = op.pre_tokens,
                                 .next_tokens = op.next_tokens,
-                                .deterministic = context.saved_data("deterministic").toBool()});
+                                .deterministic = context.saved_data["deterministic"].toBool()});
   return gradients;
 }
 

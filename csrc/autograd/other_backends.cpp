@@ -6,7 +6,6 @@
 
 #include "core/error.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 #include "ops/operators.h"
 
 namespace ascend_attn {
@@ -67,23 +66,22 @@ void refuse_all(torch::Library& library) {
   PrivateOperators::for_each(add);
 }
 
-using Key = c10::DispatchKey;
-const Registration registrations[] = {{Key::SparseCPU, refuse_all},
-                                      {Key::SparseCsrCPU, refuse_all},
-                                      {Key::MkldnnCPU, refuse_all},
-                                      {Key::QuantizedCPU, refuse_all},
-                                      {Key::NestedTensorCPU, refuse_all},
-                                      {Key::SparsePrivateUse1, refuse_all},
-                                      {Key::SparseCsrPrivateUse1, refuse_all},
-                                      {Key::QuantizedPrivateUse1, refuse_all},
-                                      {Key::NestedTensorPrivateUse1, refuse_all},
-                                      {Key::SparseMeta, refuse_all},
-                                      {Key::SparseCsrMeta, refuse_all},
-                                      {Key::QuantizedMeta, refuse_all},
-                                      {Key::NestedTensorMeta, refuse_all},
-                                      {Key::CUDA, refuse_all},
-                                      {Key::XPU, refuse_all},
-                                      {Key::MPS, refuse_all}};
+TORCH_LIBRARY_IMPL(ascend, SparseCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, SparseCsrCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, MkldnnCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, QuantizedCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, NestedTensorCPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, SparsePrivateUse1, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, SparseCsrPrivateUse1, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, QuantizedPrivateUse1, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, NestedTensorPrivateUse1, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, SparseMeta, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, SparseCsrMeta, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, QuantizedMeta, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, NestedTensorMeta, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, CUDA, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, XPU, m) { refuse_all(m); }
+TORCH_LIBRARY_IMPL(ascend, MPS, m) { refuse_all(m); }
 
 }  // namespace
 }  // namespace ascend_attn

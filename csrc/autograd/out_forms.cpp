@@ -1,10 +1,10 @@
 // The `out=` overload of the operators that have one: which tensors it may write to, and what
 // torch.compile makes of it.
 #include <ATen/FunctionalTensorWrapper.h>
+#include <torch/library.h>
 
 #include <algorithm>
 
-#include "dispatch/registration.h"
 #include "dispatch/without_gradient.h"
 #include "ops/operators.h"
 
@@ -107,25 +107,22 @@ void for_each_with_out(const Add& add) {
   });
 }
 
-const Registration autograd(c10::DispatchKey::Autograd, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, Autograd, m) {
   for_each_with_out(
       [&]<typename Op>() { register_out_function<Op, &write_without_gradient<Op>>(m); });
-});
+}
 
-const Registration inplace_or_view(c10::DispatchKey::ADInplaceOrView, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, ADInplaceOrView, m) {
   for_each_with_out([&]<typename Op>() { register_out_function<Op, &write<Op>>(m); });
-});
+}
 
-const Registration negative(c10::DispatchKey::Negative, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, Negative, m) {
   for_each_with_out([&]<typename Op>() { register_out_function<Op, &resolve_negation<Op>>(m); });
-});
+}
 
-const Registration functionalization_kernels(c10::DispatchKey::Functionalize,
-                                             [](torch::Library& m) {
-                                               for_each_with_out([&]<typename Op>() {
-                                                 register_out_function<Op, &functionalize<Op>>(m);
-                                               });
-                                             });
+TORCH_LIBRARY_IMPL(ascend, Functionalize, m) {
+  for_each_with_out([&]<typename Op>() { register_out_function<Op, &functionalize<Op>>(m); });
+}
 
 }  // namespace
 }  // namespace ascend_attn

@@ -2,21 +2,26 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <concepts>
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "autograd/context.h"
 #include "core/memory.h"
 #include "dispatch/arguments.h"
 
 namespace ascend_attn {
+
+using torch::autograd::variable_list;
+
+[[noreturn]] void raise_second_derivative(std::string_view op);
 
 namespace saved {
 
@@ -53,7 +58,7 @@ inline std::vector<int64_t> without_repeats(variable_list& tensors) {
 }
 inline variable_list with_repeats(AutogradContext& context) {
   auto tensors = context.get_saved_variables();
-  if (const auto& saved = context.saved_data("repeats"); !saved.isNone()) {
+  if (const auto& saved = context.saved_data["repeats"]; !saved.isNone()) {
     const auto repeats = saved.toIntVector();
     for (size_t i = 0; i < repeats.size(); i += 2) {
       tensors[repeats[i]] = tensors[repeats[i + 1]];
@@ -116,15 +121,15 @@ class SavedCall {
     std::apply([&](const auto&... fields) { (save_field(fields), ...); }, arguments_of(op));
     tensors.insert(tensors.end(), kept.begin(), kept.end());
     if (auto repeats = saved::without_repeats(tensors); !repeats.empty()) {
-      context.saved_data("repeats") = std::move(repeats);
+      context.saved_data["repeats"] = std::move(repeats);
     }
     context.save_for_backward(std::move(tensors));
-    context.saved_data("arguments") = std::move(values);
+    context.saved_data["arguments"] = std::move(values);
   }
 
   explicit SavedCall(AutogradContext& context)
       : tensors_(saved::with_repeats(context)),
-        reader_{tensors_.cbegin(), context.saved_data("arguments").toListRef().begin()},
+        reader_{tensors_.cbegin(), context.saved_data["arguments"].toListRef().begin()},
         op_(read(std::type_identity<ArgumentsOf<Op>>())) {}
   SavedCall(const SavedCall&) = delete;
   SavedCall& operator=(const SavedCall&) = delete;

@@ -1,6 +1,7 @@
 #include "ops/scatter_pa_kv_cache.h"
 
-#include "dispatch/registration.h"
+#include <torch/library.h>
+
 #include "dispatch/without_gradient.h"
 
 namespace ascend_attn {
@@ -32,13 +33,11 @@ ScatterPaKvCache::Outputs scatter_without_negation(const ScatterPaKvCache& op) {
   return call(without_negation(op));
 }
 
-const Registration scatter_kernel(c10::DispatchKey::Autograd, [](torch::Library& m) {
-  register_function<ScatterPaKvCache, &scatter>(m);
-});
+TORCH_LIBRARY_IMPL(ascend, Autograd, m) { register_function<ScatterPaKvCache, &scatter>(m); }
 
-const Registration scatter_negation(c10::DispatchKey::Negative, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, Negative, m) {
   register_function<ScatterPaKvCache, &scatter_without_negation>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn

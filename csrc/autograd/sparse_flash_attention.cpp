@@ -28,10 +28,8 @@ bool SparseFlashAttention::differentiable() const {
 
 void SparseFlashAttention::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& [out, softmax_max, softmax_sum] = outputs;
-  // The log-sum-exp is softmax_max + log(softmax_sum): the sum carries all of its gradient.
-  context.mark_non_differentiable({softmax_max});
   SavedCall<SparseFlashAttention>::save(context, *this, {out, softmax_max, softmax_sum});
-  context.saved_data("deterministic") = is_deterministic(options.deterministic);
+  context.saved_data["deterministic"] = is_deterministic(options.deterministic);
 }
 
 variable_list SparseFlashAttention::backward(AutogradContext& context,
@@ -46,7 +44,7 @@ variable_list SparseFlashAttention::backward(AutogradContext& context,
   Gradients gradients(op);
   auto options = op.options;
   options.pre_tokens = options.next_tokens = kIgnoredTokens;
-  options.deterministic = context.saved_data("deterministic").toBool();
+  options.deterministic = context.saved_data["deterministic"].toBool();
   auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
       call(SparseFlashAttentionGrad{.query = op.query,
                                     .key = op.key,

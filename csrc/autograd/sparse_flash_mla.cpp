@@ -22,21 +22,19 @@ SparseFlashMla SparseFlashMla::recorded() const {
   return op;
 }
 
-SparseFlashMla::Outputs SparseFlashMla::returned(AutogradContext& context,
-                                                 const Outputs& outputs) const {
+SparseFlashMla::Outputs SparseFlashMla::returned(const Outputs& outputs) const {
   const auto& [out, softmax_lse] = outputs;
-  if (return_softmax_lse) {
-    return outputs;
-  }
-  const Outputs without_lse{out, new_tensor({0}, softmax_lse.options())};
-  context.mark_non_differentiable({std::get<1>(without_lse)});
-  return without_lse;
+  return return_softmax_lse ? outputs : Outputs{out, new_tensor({0}, softmax_lse.options())};
+}
+
+std::vector<size_t> SparseFlashMla::constant_outputs() const {
+  return return_softmax_lse ? std::vector<size_t>() : std::vector<size_t>{1};
 }
 
 void SparseFlashMla::save(AutogradContext& context, const Outputs& outputs) const {
   const auto& [out, softmax_lse] = outputs;
   SavedCall<SparseFlashMla>::save(context, *this, {out, softmax_lse});
-  context.saved_data("deterministic") = is_deterministic(options.deterministic);
+  context.saved_data["deterministic"] = is_deterministic(options.deterministic);
 }
 
 variable_list SparseFlashMla::backward(AutogradContext& context, const variable_list& d_outputs) {
@@ -49,7 +47,7 @@ variable_list SparseFlashMla::backward(AutogradContext& context, const variable_
   const auto& op = saved.op();
   Gradients gradients(op);
   auto options = op.options;
-  options.deterministic = context.saved_data("deterministic").toBool();
+  options.deterministic = context.saved_data["deterministic"].toBool();
   auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] =
       call(SparseFlashMlaGrad{.query = op.query,
                               .ori_kv = op.ori_kv,

@@ -27,7 +27,6 @@ void SparseLightningIndexerGradKLLoss::save(AutogradContext& context,
   const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
   // Saves no arguments: the backward reads none of them.
   context.save_for_backward({d_query_index, d_key_index, d_weights});
-  context.mark_non_differentiable({d_query_index, d_key_index, d_weights});
 }
 
 variable_list SparseLightningIndexerGradKLLoss::backward(AutogradContext& context,

@@ -1,6 +1,7 @@
 #include "ops/attention_update.h"
 
 #include <ATen/Parallel.h>
+#include <torch/library.h>
 
 #include <array>
 #include <cmath>
@@ -8,7 +9,6 @@
 
 #include "cpu/common/token_rows.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -112,9 +112,7 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
-  register_kernel<AttentionUpdate, attention_update>(m);
-});
+TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<AttentionUpdate, attention_update>(m); }
 
 }  // namespace
 }  // namespace ascend_attn::cpu

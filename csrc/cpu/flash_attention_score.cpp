@@ -1,8 +1,9 @@
 #include "ops/flash_attention_score.h"
 
+#include <torch/library.h>
+
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -24,9 +25,9 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
   attend(attention, {by_head, softmax_max, softmax_sum, {}, {}});
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<FlashAttentionScore, flash_attention_score>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -3,6 +3,7 @@
 #include "ops/flash_attention_score.h"
 
 #include <ATen/ExpandUtils.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <memory>
@@ -13,7 +14,6 @@
 #include "cpu/common/dense_attention_grad.h"
 #include "cpu/common/parallel_tasks.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -316,10 +316,10 @@ void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& 
   }
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
   register_kernel<FlashAttentionScoreExtendedGrad, flash_attention_score_extended_grad>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

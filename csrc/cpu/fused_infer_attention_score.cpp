@@ -1,10 +1,11 @@
 #include "ops/fused_infer_attention_score.h"
 
+#include <torch/library.h>
+
 #include <limits>
 
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -27,9 +28,9 @@ void fused_infer_attention_score(const FusedInferAttentionScore& op,
   attend(attention, to);
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<FusedInferAttentionScore, fused_infer_attention_score>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

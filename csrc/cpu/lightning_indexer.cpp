@@ -2,6 +2,8 @@
 // and selects the top k of a row as soon as its block of rows is complete.
 #include "ops/lightning_indexer.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <limits>
 #include <memory>
@@ -18,7 +20,6 @@
 #include "cpu/common/token_rows.h"
 #include "cpu/common/top_k.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -207,9 +208,7 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
-  register_kernel<LightningIndexer, lightning_indexer>(m);
-});
+TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<LightningIndexer, lightning_indexer>(m); }
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,5 +1,7 @@
 #include "ops/lightning_indexer.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -10,7 +12,6 @@
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/read_slots.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
@@ -78,9 +79,9 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,12 +1,13 @@
 #include "ops/prompt_flash_attention.h"
 
+#include <torch/library.h>
+
 #include <bit>
 
 #include "core/error.h"
 #include "core/tensor_checks.h"
 #include "cpu/common/attention_rows.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -74,9 +75,9 @@ void prompt_flash_attention(const PromptFlashAttention& op,
   scales ? attend_int8(attention, *scales, to) : attend(attention, to);
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<PromptFlashAttention, prompt_flash_attention>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

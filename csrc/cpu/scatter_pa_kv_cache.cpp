@@ -4,6 +4,7 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
 #include <c10/util/MaybeOwned.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +16,6 @@
 
 #include "core/error.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -382,9 +382,7 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   write_rows(sides, slots, std::max(grain(sides), scatter == Scatter::nz_rows ? kRows : 1));
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
-  register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
-});
+TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m); }
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,5 +1,7 @@
 #include "ops/sparse_flash_attention.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -10,7 +12,6 @@
 #include "cpu/common/selected_attention.h"
 #include "cpu/common/sparse_inputs.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -57,9 +58,9 @@ void sparse_flash_attention(const SparseFlashAttention& op,
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseFlashAttention, sparse_flash_attention>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

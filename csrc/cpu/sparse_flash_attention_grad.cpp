@@ -1,6 +1,7 @@
 #include "ops/sparse_flash_attention.h"
 
 #include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -16,7 +17,6 @@
 #include "cpu/common/token_rows.h"
 #include "cpu/common/vectorized.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -146,9 +146,9 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

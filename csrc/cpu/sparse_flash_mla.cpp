@@ -2,6 +2,8 @@
 // end of a row.
 #include "ops/sparse_flash_mla.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,7 +15,6 @@
 #include "cpu/common/partial_attention.h"
 #include "cpu/common/selected_attention.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -96,9 +97,7 @@ void sparse_flash_mla(const SparseFlashMla& op, SparseFlashMla::Outputs& outputs
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
-  register_kernel<SparseFlashMla, sparse_flash_mla>(m);
-});
+TORCH_LIBRARY_IMPL(ascend, CPU, m) { register_kernel<SparseFlashMla, sparse_flash_mla>(m); }
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -1,6 +1,7 @@
 #include "ops/sparse_flash_mla.h"
 
 #include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -11,7 +12,6 @@
 #include "cpu/common/parallel_scatter_add.h"
 #include "cpu/common/token_gradient.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn::cpu {
 namespace {
@@ -203,9 +203,9 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseFlashMlaGrad, sparse_flash_mla_grad>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

@@ -2,6 +2,8 @@
 // (K, Nidx) of its selected keys are kept between the softmax and the gradients.
 #include "ops/sparse_lightning_indexer_grad_kl_loss.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -14,7 +16,6 @@
 #include "cpu/common/read_slots.h"
 #include "cpu/common/softmax_statistics.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
@@ -215,9 +216,9 @@ void sparse_lightning_indexer_grad_kl_loss(const Op& op, Op::Outputs& outputs) {
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseLightningIndexerGradKLLoss, sparse_lightning_indexer_grad_kl_loss>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

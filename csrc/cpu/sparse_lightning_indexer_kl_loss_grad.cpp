@@ -2,6 +2,8 @@
 // keys are kept between the softmax and the gradients.
 #include "ops/sparse_lightning_indexer_kl_loss_grad.h"
 
+#include <torch/library.h>
+
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -10,7 +12,6 @@
 #include "cpu/common/indexer_gradient.h"
 #include "cpu/common/read_slots.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 #include "ops/sparse_indices.h"
 
 namespace ascend_attn::cpu {
@@ -148,9 +149,9 @@ void sparse_lightning_indexer_kl_loss_grad(const Op& op, Op::Outputs& outputs) {
   });
 }
 
-const Registration kernels(c10::DispatchKey::CPU, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CPU, m) {
   register_kernel<SparseLightningIndexerKLLossGrad, sparse_lightning_indexer_kl_loss_grad>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::cpu

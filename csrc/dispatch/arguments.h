@@ -28,7 +28,13 @@
 #include "core/lengths.h"
 #include "core/tensor_checks.h"
 
+namespace torch::autograd {
+struct AutogradContext;
+}
+
 namespace ascend_attn {
+
+using torch::autograd::AutogradContext;
 
 // A list. It borrows the elements of a view, which must outlive it, and owns those of a vector.
 template <typename Element>

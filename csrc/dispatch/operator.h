@@ -12,7 +12,9 @@
 //   void check_values()              only if results depend on values that can be wrong: checks
 //                                    them, and waits for a device that has them
 //   save(), backward()               only if it has a gradient: what a recorded call keeps, and the
-//                                    gradients of its tensors (autograd/context.h)
+//                                    gradients of its tensors
+//   constant_outputs()             only if some outputs have no gradient: their indices; integers
+//                                    never have one
 //   bool differentiable()            only if some calls have no gradient: whether this one has
 //   operands()                       only if some tensors never have one: those that do
 //   takes_int64                      only if it reads indices of 64 bits itself

@@ -43,9 +43,9 @@ void attention_update(const AttentionUpdate& op, AttentionUpdate::Outputs& outpu
   lse_rows.masked_fill_(empty, -std::numeric_limits<double>::infinity());
 }
 
-const Registration attention_update_kernels(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_kernel<AttentionUpdate, attention_update>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

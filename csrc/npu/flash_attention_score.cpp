@@ -346,13 +346,12 @@ void flash_attention_score_grad(const FlashAttentionScoreGrad& op,
                                       all);
 }
 
-const Registration flash_attention_score_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
-      register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
-      register_kernel_and_relaunch<FlashAttentionScoreExtendedGrad,
-                                   flash_attention_score_extended_grad>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_kernel_and_relaunch<FlashAttentionScore, flash_attention_score>(m);
+  register_kernel_and_relaunch<FlashAttentionScoreGrad, flash_attention_score_grad>(m);
+  register_kernel_and_relaunch<FlashAttentionScoreExtendedGrad,
+                               flash_attention_score_extended_grad>(m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -187,10 +187,9 @@ void fused_infer_attention_score(const FusedInferAttentionScore& op,
   }
 }
 
-const Registration fused_infer_attention_score_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_kernel_and_relaunch<FusedInferAttentionScore, fused_infer_attention_score>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_kernel_and_relaunch<FusedInferAttentionScore, fused_infer_attention_score>(m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -9,6 +9,7 @@
 
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/OptionalArrayRef.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <concepts>
@@ -21,7 +22,6 @@
 #include "core/tensor_checks.h"
 #include "core/value_checks.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 #include "npu/aclnn/launcher.h"
 
 namespace ascend_attn {

@@ -161,9 +161,9 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
   }
 }
 
-const Registration lightning_indexer_kernels(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_checked_kernel<LightningIndexer, lightning_indexer>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

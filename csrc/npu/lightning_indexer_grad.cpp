@@ -152,10 +152,9 @@ void lightning_indexer_grad(const LightningIndexerGrad& op,
   }
 }
 
-const Registration lightning_indexer_grad_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_checked_kernel<LightningIndexerGrad, lightning_indexer_grad>(m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -85,10 +85,9 @@ void prompt_flash_attention(const PromptFlashAttention& op,
       op.num_key_value_heads.expect_int(), op.sparse_mode, kCorrectsMaskedRows, out);
 }
 
-const Registration prompt_flash_attention_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_kernel_and_relaunch<PromptFlashAttention, prompt_flash_attention>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_kernel_and_relaunch<PromptFlashAttention, prompt_flash_attention>(m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -32,9 +32,9 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
       op.seq_lens, op.cache_mode, op.scatter_mode, op.strides, op.offsets);
 }
 
-const Registration scatter_pa_kv_cache_kernels(
-    c10::DispatchKey::PrivateUse1,
-    [](torch::Library& m) { register_checked_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m); });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_checked_kernel<ScatterPaKvCache, scatter_pa_kv_cache>(m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -177,11 +177,10 @@ void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
   }
 }
 
-const Registration sparse_flash_attention_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_checked_kernel<SparseFlashAttention, sparse_flash_attention>(m);
-      register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_checked_kernel<SparseFlashAttention, sparse_flash_attention>(m);
+  register_checked_kernel<SparseFlashAttentionGrad, sparse_flash_attention_grad>(m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -241,10 +241,10 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
   }
 }
 
-const Registration sparse_flash_mla_kernels(c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
   register_checked_kernel<SparseFlashMla, sparse_flash_mla>(m);
   register_checked_kernel<SparseFlashMlaGrad, sparse_flash_mla_grad>(m);
-});
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

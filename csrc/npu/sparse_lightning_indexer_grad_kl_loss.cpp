@@ -178,11 +178,10 @@ void sparse_lightning_indexer_grad_kl_loss(const SparseLightningIndexerGradKLLos
   }
 }
 
-const Registration sparse_lightning_indexer_grad_kl_loss_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_checked_kernel<SparseLightningIndexerGradKLLoss,
-                              sparse_lightning_indexer_grad_kl_loss>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_checked_kernel<SparseLightningIndexerGradKLLoss, sparse_lightning_indexer_grad_kl_loss>(
+      m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

@@ -109,11 +109,10 @@ void sparse_lightning_indexer_kl_loss_grad(const SparseLightningIndexerKLLossGra
   }
 }
 
-const Registration sparse_lightning_indexer_kl_loss_grad_kernels(
-    c10::DispatchKey::PrivateUse1, [](torch::Library& m) {
-      register_checked_kernel<SparseLightningIndexerKLLossGrad,
-                              sparse_lightning_indexer_kl_loss_grad>(m);
-    });
+TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {
+  register_checked_kernel<SparseLightningIndexerKLLossGrad, sparse_lightning_indexer_kl_loss_grad>(
+      m);
+}
 
 }  // namespace
 }  // namespace ascend_attn::aclnn

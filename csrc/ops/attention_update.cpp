@@ -1,6 +1,7 @@
 #include "ops/attention_update.h"
 
 #include <ATen/core/Tensor.h>
+#include <torch/library.h>
 
 #include <limits>
 #include <vector>
@@ -9,7 +10,6 @@
 #include "core/error.h"
 #include "core/tensor_checks.h"
 #include "dispatch/operator.h"
-#include "dispatch/registration.h"
 
 namespace ascend_attn {
 namespace {
@@ -28,9 +28,9 @@ void no_backend(const AttentionUpdate& op, AttentionUpdate::Outputs&) {
                     op.lse.front().device());
 }
 
-const Registration any_backend(c10::DispatchKey::CompositeExplicitAutograd, [](torch::Library& m) {
+TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {
   register_kernel<AttentionUpdate, no_backend>(m);
-});
+}
 
 }  // namespace
 

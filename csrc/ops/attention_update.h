@@ -10,7 +10,6 @@
 
 namespace ascend_attn {
 
-class AutogradContext;
 struct OperatorLimits;
 
 struct AttentionUpdate {

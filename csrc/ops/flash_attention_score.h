@@ -13,7 +13,6 @@
 
 namespace ascend_attn {
 
-class AutogradContext;
 struct OperatorLimits;
 
 // Keyword arguments shared by the forward operator and its gradients.
@@ -107,6 +106,8 @@ struct FlashAttentionScore {
   FlashAttentionScore with_defaults() const { return with_attention_defaults(*this); }
 
   bool differentiable() const;
+  // The log-sum-exp is softmax_max + log(softmax_sum): the sum carries all of its gradient.
+  static constexpr std::array<size_t, 1> constant_outputs() { return {1}; }
   void save(AutogradContext& context, const Outputs& outputs) const;
   static std::vector<at::Tensor> backward(AutogradContext& context,
                                           const std::vector<at::Tensor>& d_outputs);

@@ -13,7 +13,6 @@
 namespace ascend_attn {
 
 class DeviceLimits;
-class AutogradContext;
 class SparseRules;
 struct OperatorLimits;
 

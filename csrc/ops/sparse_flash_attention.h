@@ -11,7 +11,6 @@
 
 namespace ascend_attn {
 
-class AutogradContext;
 struct OperatorLimits;
 
 // Keyword arguments shared by both operators.
@@ -50,6 +49,8 @@ struct SparseFlashAttention {
   void check_values() const;
 
   bool differentiable() const;
+  // As in FlashAttentionScore.
+  static constexpr std::array<size_t, 1> constant_outputs() { return {1}; }
   void save(AutogradContext& context, const Outputs& outputs) const;
   static std::vector<at::Tensor> backward(AutogradContext& context,
                                           const std::vector<at::Tensor>& d_outputs);

@@ -11,7 +11,6 @@
 
 namespace ascend_attn {
 
-class AutogradContext;
 struct OperatorLimits;
 
 // Keyword arguments shared by both operators.
@@ -64,7 +63,8 @@ struct SparseFlashMla {
   // The call that autograd records: its backward reads softmax_lse.
   SparseFlashMla recorded() const;
   // Returns the outputs of this call, of those of recorded().
-  Outputs returned(AutogradContext& context, const Outputs& outputs) const;
+  Outputs returned(const Outputs& outputs) const;
+  std::vector<size_t> constant_outputs() const;
   void save(AutogradContext& context, const Outputs& outputs) const;
   static std::vector<at::Tensor> backward(AutogradContext& context,
                                           const std::vector<at::Tensor>& d_outputs);

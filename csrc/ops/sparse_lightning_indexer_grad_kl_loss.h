@@ -9,7 +9,6 @@
 
 namespace ascend_attn {
 
-class AutogradContext;
 struct OperatorLimits;
 
 struct SparseLightningIndexerGradKLLoss {
@@ -42,6 +41,8 @@ struct SparseLightningIndexerGradKLLoss {
 
   std::vector<at::Tensor> operands() const;
   bool differentiable() const;
+  // All but the loss.
+  static constexpr std::array<size_t, 3> constant_outputs() { return {0, 1, 2}; }
   void save(AutogradContext& context, const Outputs& outputs) const;
   static std::vector<at::Tensor> backward(AutogradContext& context,
                                           const std::vector<at::Tensor>& d_outputs);
