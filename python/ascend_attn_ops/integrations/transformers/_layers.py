@@ -116,7 +116,7 @@ class EnabledAttention(nn.Module):
 class EnabledLayer(nn.Module):
     """A decoder layer that contains such an attention, whose loss leaves a checkpoint as a result.
 
-    What a checkpoint sets on a module is lost to torch.compile.
+    torch.compile loses what a checkpoint sets on a module.
     """
 
     self_attn: nn.Module
