@@ -8,7 +8,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/library.h>
 #include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
@@ -322,32 +321,13 @@ void run_on_cpu(const Operator& op, torch::jit::Stack& stack) {
 
 namespace {
 
-class CpuKernel final : public c10::OperatorKernel {
- public:
-  explicit CpuKernel(const c10::OperatorHandle& handle) : operator_(handle) {}
-
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    count(Outcome::cpu, operator_.handle.operator_name().name);
-    run_on_cpu(operator_, *stack);
-  }
-
- private:
-  Operator operator_;
-};
-
-// torch_npu's derivatives of some of torch's operators call operators of torch_npu. Here these have
-// torch's derivatives, as on a device without such operators.
-class DerivativeElsewhere final : public c10::OperatorKernel {
- public:
-  explicit DerivativeElsewhere(Kernel kernel) : kernel_(std::move(kernel)) {}
-
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    kernel_(keys, stack);
-  }
-
- private:
-  Kernel kernel_;
-};
+Kernel cpu_kernel(const c10::OperatorHandle& handle) {
+  return [op = std::make_shared<const Operator>(handle)](
+             const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    count(Outcome::cpu, op->handle.operator_name().name);
+    run_on_cpu(*op, *stack);
+  };
+}
 
 // Whether a copy stays within an NPU, by the arguments of the operator.
 bool stays(const c10::IValue* arguments, size_t count) {
@@ -365,25 +345,18 @@ bool stays(const c10::IValue* arguments, size_t count) {
 
 // Copies within an NPU, which may convert, run here. Copies between an NPU and the host are
 // torch_npu's, which puts them into a stream.
-class CopyKernel final : public c10::OperatorKernel {
- public:
-  CopyKernel(const c10::OperatorHandle& handle, Kernel torch_npus)
-      : operator_(handle), torch_npus_(std::move(torch_npus)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                  torch::jit::Stack* stack) {
-    const size_t count = op.schema().arguments().size();
+Kernel copy_kernel(const c10::OperatorHandle& handle) {
+  return [op = std::make_shared<const Operator>(handle),
+          torch_npus = kernel_of(handle, c10::DispatchKey::PrivateUse1)](
+             const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = op->handle.schema().arguments().size();
     if (stays(stack->data() + stack->size() - count, count)) {
-      run_on_cpu(operator_, *stack);
+      run_on_cpu(*op, *stack);
     } else {
-      torch_npus_(keys, stack);
+      torch_npus(op->handle, keys, stack);
     }
-  }
-
- private:
-  Operator operator_;
-  Kernel torch_npus_;
-};
+  };
+}
 
 void no_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   const auto name = c10::toString(op.operator_name());
@@ -424,15 +397,13 @@ void install() {
         torch_npus && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
         op->hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    // torch_npu's derivatives of some of torch's operators call operators of torch_npu. Here these
+    // have torch's derivatives, as on a device without such operators.
     if (nested_derivative || op->hasKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse1)) {
-      autograd->impl(full.c_str(),
-                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DerivativeElsewhere>(
-                         kernel_of(*op, c10::DispatchKey::AutogradXPU))));
+      autograd->impl(full.c_str(), boxed(kernel_of(*op, c10::DispatchKey::AutogradXPU)));
     }
     if (full == "copy_" || full == "_to_copy") {
-      library->impl(full.c_str(),
-                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CopyKernel>(
-                        *op, kernel_of(*op, c10::DispatchKey::PrivateUse1))));
+      library->impl(full.c_str(), boxed(copy_kernel(*op)));
     }
     const auto returns_view = [](const c10::Argument& result) {
       return result.alias_info() && !result.alias_info()->isWrite();
@@ -442,13 +413,11 @@ void install() {
       continue;
     }
     if (op->hasKernelForDispatchKey(c10::DispatchKey::NestedTensorCPU)) {
-      nested->impl(full.c_str(),
-                   torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CpuKernel>(*op)));
+      nested->impl(full.c_str(), boxed(cpu_kernel(*op)));
     }
     if (written_here(*op) ||
         (cpus && (torch_npus || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)))) {
-      library->impl(full.c_str(),
-                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CpuKernel>(*op)));
+      library->impl(full.c_str(), boxed(cpu_kernel(*op)));
     } else if (torch_npus) {
       library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&no_kernel>());
     }

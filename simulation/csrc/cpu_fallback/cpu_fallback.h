@@ -7,6 +7,7 @@
 #include <ATen/core/stack.h>
 #include <acl/acl.h>
 #include <c10/util/SmallVector.h>
+#include <torch/library.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -64,9 +65,11 @@ class Aliases {
   std::unordered_map<const void*, size_t> places_;
 };
 
-// The kernel that an operator has for a key now, as a function that runs it.
-using Kernel = std::function<void(c10::DispatchKeySet, torch::jit::Stack*)>;
+// A kernel as a function, and that which an operator has for a key now.
+using Kernel =
+    std::function<void(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>;
 Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key);
+torch::CppFunction boxed(Kernel kernel);
 
 // Runs an operator, with the arguments on the stack, on the CPU; results take their place.
 void run_on_cpu(const Operator& op, torch::jit::Stack& stack);

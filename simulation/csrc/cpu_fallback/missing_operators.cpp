@@ -1,6 +1,8 @@
 // Operators of torch that NPUs compute and CPUs do not: `cann_sim::X` computes `aten::X`.
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_thnn_differentiable_gru_cell_backward.h>
+#include <ATen/ops/_thnn_differentiable_lstm_cell_backward.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/histc.h>
 #include <ATen/ops/zeros_like.h>
@@ -33,18 +35,15 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return bias && bias->defined() ? widened(gates) + widened(*bias) : widened(gates);
 }
 
-// The gates after their activation are what the gradient needs: input, forget, cell, output.
+// torch's own gradients take the gates, which the workspace keeps.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
                                              const Tensor& cx, const OptionalTensor& input_bias,
                                              const OptionalTensor& hidden_bias) {
-  const auto gates =
-      (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
-  const auto input = gates[0].sigmoid(), forget = gates[1].sigmoid(), cell = gates[2].tanh(),
-             output = gates[3].sigmoid();
-  const auto cy = forget * widened(cx) + input * cell;
+  const auto workspace = with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias);
+  const auto gates = workspace.chunk(4, 1);
+  const auto cy = gates[1].sigmoid() * widened(cx) + gates[0].sigmoid() * gates[2].tanh();
   const auto dtype = cx.scalar_type();
-  return {(output * cy.tanh()).to(dtype), cy.to(dtype),
-          at::cat({input, forget, cell, output}, 1).to(dtype)};
+  return {(gates[3].sigmoid() * cy.tanh()).to(dtype), cy.to(dtype), workspace};
 }
 
 std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const OptionalTensor& grad_hy,
@@ -54,49 +53,39 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const OptionalTensor& grad
   const auto given = [&](const OptionalTensor& gradient) {
     return gradient && gradient->defined() ? widened(*gradient) : at::zeros_like(widened(cx));
   };
-  const auto gates = widened(workspace).chunk(4, 1);
-  const auto &input = gates[0], &forget = gates[1], &cell = gates[2], &output = gates[3];
-  const auto tanh_cy = widened(cy).tanh();
-  const auto dh = given(grad_hy);
-  const auto dc = given(grad_cy) + dh * output * (1 - tanh_cy * tanh_cy);
-  const auto of_gates =
-      at::cat({dc * cell * input * (1 - input), dc * widened(cx) * forget * (1 - forget),
-               dc * input * (1 - cell * cell), dh * tanh_cy * output * (1 - output)},
-              1)
-          .to(cx.scalar_type());
-  return {of_gates, (dc * forget).to(cx.scalar_type()), has_bias ? of_gates.sum(0) : Tensor()};
+  const auto gradients = at::_thnn_differentiable_lstm_cell_backward(
+      given(grad_hy), given(grad_cy), workspace, at::zeros_like(workspace), {}, {}, widened(cx),
+      widened(cy));
+  const auto of_gates = std::get<0>(gradients).to(cx.scalar_type());
+  return {of_gates, std::get<2>(gradients).to(cx.scalar_type()),
+          has_bias ? of_gates.sum(0) : Tensor()};
 }
 
-// The gradient needs: reset, update and new gate after their activation, the hidden state, and what
-// the reset gate multiplies.
+// The gates of the hidden state stand apart: the reset gate multiplies a part of them.
 std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates,
                                     const Tensor& hx, const OptionalTensor& input_bias,
                                     const OptionalTensor& hidden_bias) {
-  const auto of_input = with_bias(input_gates, input_bias).chunk(3, 1);
-  const auto of_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const auto input = with_bias(input_gates, input_bias);
+  const auto hidden = with_bias(hidden_gates, hidden_bias);
+  const auto of_input = input.chunk(3, 1), of_hidden = hidden.chunk(3, 1);
   const auto reset = (of_input[0] + of_hidden[0]).sigmoid();
   const auto update = (of_input[1] + of_hidden[1]).sigmoid();
   const auto fresh = (of_input[2] + reset * of_hidden[2]).tanh();
-  const auto before = widened(hx);
-  const auto dtype = hx.scalar_type();
-  return {((before - fresh) * update + fresh).to(dtype),
-          at::cat({reset, update, fresh, before, of_hidden[2]}, 1).to(dtype)};
+  return {((widened(hx) - fresh) * update + fresh).to(hx.scalar_type()),
+          at::cat({input, hidden, widened(hx)}, 1)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& grad_hy,
                                                                      const Tensor& workspace,
                                                                      bool has_bias) {
-  const auto saved = widened(workspace).chunk(5, 1);
-  const auto &reset = saved[0], &update = saved[1], &fresh = saved[2], &before = saved[3],
-             &of_hidden = saved[4];
-  const auto dy = widened(grad_hy);
-  const auto of_update = dy * (before - fresh) * update * (1 - update);
-  const auto of_fresh = dy * (1 - update) * (1 - fresh * fresh);
-  const auto of_reset = of_fresh * of_hidden * reset * (1 - reset);
+  const auto size = grad_hy.size(1);
+  const auto saved = workspace.split({3 * size, 3 * size, size}, 1);
+  const auto [of_input, of_hidden, of_hx, input_bias, hidden_bias] =
+      at::_thnn_differentiable_gru_cell_backward(widened(grad_hy), saved[0], saved[1], saved[2], {},
+                                                 {});
   const auto dtype = grad_hy.scalar_type();
-  const auto input = at::cat({of_reset, of_update, of_fresh}, 1).to(dtype);
-  const auto hidden = at::cat({of_reset, of_update, of_fresh * reset}, 1).to(dtype);
-  return {input, hidden, (dy * update).to(dtype), has_bias ? input.sum(0) : Tensor(),
+  const auto input = of_input.to(dtype), hidden = of_hidden.to(dtype);
+  return {input, hidden, of_hx.to(dtype), has_bias ? input.sum(0) : Tensor(),
           has_bias ? hidden.sum(0) : Tensor()};
 }
 

@@ -2,7 +2,6 @@
 // calls. torch_npu itself would say of some that a library cannot be found, and would run others,
 // which CANN compiles, in its task queue: there an error drops all later work.
 #include <c10/util/Exception.h>
-#include <torch/library.h>
 
 #include <exception>
 #include <memory>
@@ -74,27 +73,32 @@ void refuse_what_is_missing(const std::string& name, const std::string& error) {
   }
 }
 
-class TorchNpuKernel final : public c10::OperatorKernel {
- public:
-  TorchNpuKernel(std::string name, Kernel kernel)
-      : name_(std::move(name)),
-        // compiled_operators.cpp computes these.
-        casts_format_(name_.find("npu_format_cast") != std::string::npos),
-        kernel_(std::move(kernel)) {}
-
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const Running scope(casts_format_ ? nullptr : &name_);
+Kernel torch_npu_kernel(const c10::OperatorHandle& handle, std::string name) {
+  // compiled_operators.cpp computes these.
+  const bool casts_format = name.find("npu_format_cast") != std::string::npos;
+  return [name = std::move(name), casts_format,
+          kernel = kernel_of(handle, c10::DispatchKey::PrivateUse1)](
+             const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const Running scope(casts_format ? nullptr : &name);
     try {
-      kernel_(keys, stack);
+      kernel(op, keys, stack);
     } catch (const std::exception& error) {
-      refuse_what_is_missing(name_, error.what());
+      refuse_what_is_missing(name, error.what());
       throw;
     }
+  };
+}
+
+class Boxed final : public c10::OperatorKernel {
+ public:
+  explicit Boxed(Kernel kernel) : kernel_(std::move(kernel)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    kernel_(op, keys, stack);
   }
 
  private:
-  std::string name_;
-  bool casts_format_;
   Kernel kernel_;
 };
 
@@ -111,10 +115,14 @@ std::string remedy(const std::string& name) {
 }
 
 Kernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return
-      [op, kernel = computed_kernel(op, key)](c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-        kernel.callBoxed(op, keys, stack);
-      };
+  return [kernel = computed_kernel(op, key)](const c10::OperatorHandle& called,
+                                             c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    kernel.callBoxed(called, keys, stack);
+  };
+}
+
+torch::CppFunction boxed(Kernel kernel) {
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(std::move(kernel)));
 }
 
 std::vector<c10::OperatorHandle> operators_for_npu(std::string_view library) {
@@ -135,9 +143,7 @@ void name_what_is_missing() {
                                             c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& op : operators_for_npu("npu")) {
     const auto full = c10::toString(op.operator_name());
-    library->impl(full.substr(5).c_str(),
-                  torch::CppFunction::makeFromBoxedFunctor(std::make_unique<TorchNpuKernel>(
-                      full, kernel_of(op, c10::DispatchKey::PrivateUse1))));
+    library->impl(full.substr(5).c_str(), boxed(torch_npu_kernel(op, full)));
   }
   set_compiled_operator_check(&check_compiled_operator);
 }
