@@ -7,6 +7,7 @@ import inspect
 import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -280,3 +281,14 @@ def test_an_operator_without_a_kernel() -> None:
     x = torch.ones(2, 3, 4, device="npu")
     with pytest.raises(NotImplementedError, match=r"aten::batch_norm_stats: .*torch\.library"):
         torch.batch_norm_stats(x, 1e-5)
+
+
+def test_the_host_waits_for_what_another_thread_records() -> None:
+    main, side = torch.npu.current_stream(), torch.npu.Stream()
+    event = torch.npu.ExternalEvent()
+    event.wait(main)
+    recorder = Timer(0.05, event.record, (side,))
+    recorder.start()
+    main.synchronize()
+    recorder.join()
+    assert main.query()

@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -67,6 +68,16 @@ aclError report_kernel_failure() {
     set_error_message(kernel_failure.message);
   }
   return status;
+}
+
+// Gives other threads some time to record what the host waits for.
+template <typename Condition>
+bool becomes_true(const Condition& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+  while (!condition() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return condition();
 }
 
 Event* as_event(aclrtEvent event) { return static_cast<Event*>(event); }
@@ -135,7 +146,7 @@ aclError happens(Occurrence& occurrence) {
 // waits for all of them, and the capture becomes invalid; waiting for one stream is only refused,
 // as torch_npu's own tests expect.
 aclError check_may_wait(const Stream* stream, const char* call) {
-  const std::lock_guard lock(state().mutex);
+  std::unique_lock lock(state().mutex);
   for (auto* capture : state().captures) {
     const bool concerned = stream ? stream->capture.get() == capture
                                   : thread_mode() != ACL_MODEL_RI_CAPTURE_MODE_RELAXED &&
@@ -148,15 +159,23 @@ aclError check_may_wait(const Stream* stream, const char* call) {
                         " while a graph is being captured, which runs nothing yet");
     }
   }
-  for (const auto& [other, owner] : state().streams) {
-    if (!other->waiting.empty() && (stream ? stream == other : other->device == current_device())) {
-      return failed(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
-                    std::string(call) + ": " + name_of(*other) +
-                        " waits for an event that nothing has recorded; on a device the host would "
-                        "wait forever");
-    }
-  }
-  return ACL_SUCCESS;
+  lock.unlock();
+  std::string waiting;
+  const bool runs = becomes_true([&] {
+    const std::lock_guard for_streams(state().mutex);
+    const auto found = std::ranges::find_if(state().streams, [&](const auto& entry) {
+      const auto* other = entry.first;
+      return !other->waiting.empty() &&
+             (stream ? stream == other : other->device == current_device());
+    });
+    waiting = found == state().streams.end() ? "" : name_of(*found->first);
+    return waiting.empty();
+  });
+  return runs ? ACL_SUCCESS
+              : failed(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+                       std::string(call) + ": " + waiting +
+                           " waits for an event that nothing has recorded; on a device the host "
+                           "would wait forever");
 }
 
 }  // namespace
@@ -442,7 +461,7 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     }
     work = event.work;
   }
-  if (!event.occurrence->happened) {
+  if (!becomes_true([&] { return event.occurrence->happened.load(); })) {
     return failed(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
                   "aclrtSynchronizeEvent: the event never happens; on a device the host would wait "
                   "forever");
