@@ -38,31 +38,19 @@ struct Communicator {
 };
 
 // Communicators that are not destroyed are flushed when the process ends.
-class Live {
- public:
-  void add(Communicator* communicator) {
-    const std::lock_guard lock(mutex_);
-    communicators_.insert(communicator);
-  }
-  void remove(Communicator* communicator) {
-    const std::lock_guard lock(mutex_);
-    communicators_.erase(communicator);
-  }
-  void flush() {
-    const std::lock_guard lock(mutex_);
-    for (auto* communicator : communicators_) {
-      communicator->connections.flush();
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::set<Communicator*> communicators_;
+struct Live {
+  std::mutex mutex;
+  std::set<Communicator*> communicators;
 };
 
 Live& live() {
   static auto* instance = [] {
-    std::atexit([] { live().flush(); });
+    std::atexit([] {
+      const std::lock_guard lock(live().mutex);
+      for (auto* communicator : live().communicators) {
+        communicator->connections.flush();
+      }
+    });
     return new Live;
   }();
   return *instance;
@@ -77,7 +65,8 @@ HcclResult create(const std::string& place, uint32_t ranks, uint32_t rank, const
                   HcclComm* result) {
   try {
     auto* communicator = new Communicator(place, ranks, rank, name);
-    live().add(communicator);
+    const std::lock_guard lock(live().mutex);
+    live().communicators.insert(communicator);
     *result = communicator;
     return HCCL_SUCCESS;
   } catch (const std::exception& error) {
@@ -156,7 +145,7 @@ HcclResult HcclGetRootInfo(HcclRootInfo* info) {
 }
 HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo* info, uint32_t rank,
                                 HcclComm* comm) {
-  return create(info->internal, ranks, rank, info->internal, comm);
+  return HcclCommInitRootInfoConfig(ranks, info, rank, nullptr, comm);
 }
 HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo* info, uint32_t rank,
                                       const HcclCommConfig* config, HcclComm* comm) {
@@ -171,7 +160,10 @@ HcclResult HcclCreateSubCommConfig(HcclComm* comm, uint32_t ranks, uint32_t*, ui
 }
 HcclResult HcclCommDestroy(HcclComm comm) {
   auto* communicator = static_cast<Communicator*>(comm);
-  live().remove(communicator);
+  {
+    const std::lock_guard lock(live().mutex);
+    live().communicators.erase(communicator);
+  }
   delete communicator;
   return HCCL_SUCCESS;
 }

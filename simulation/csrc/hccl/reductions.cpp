@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 
 namespace cann_sim {
 namespace {
@@ -30,49 +31,33 @@ void reduce(HcclReduceOp op, void* into, const void* from, size_t count) {
   }
 }
 
+struct Number {
+  size_t size;
+  Reduction reduction = nullptr;
+};
+
+Number number(HcclDataType dtype) {
+  static const std::map<HcclDataType, Number> numbers{
+      {HCCL_DATA_TYPE_INT8, {1, &reduce<int8_t>}},
+      {HCCL_DATA_TYPE_INT16, {2, &reduce<int16_t>}},
+      {HCCL_DATA_TYPE_INT32, {4, &reduce<int32_t>}},
+      {HCCL_DATA_TYPE_INT64, {8, &reduce<int64_t>}},
+      {HCCL_DATA_TYPE_FP16, {2, &reduce<c10::Half>}},
+      {HCCL_DATA_TYPE_BFP16, {2, &reduce<c10::BFloat16>}},
+      {HCCL_DATA_TYPE_FP32, {4, &reduce<float>}},
+      {HCCL_DATA_TYPE_UINT16, {2}},
+      {HCCL_DATA_TYPE_UINT32, {4}},
+      {HCCL_DATA_TYPE_UINT64, {8}},
+      {HCCL_DATA_TYPE_FP64, {8}},
+      {HCCL_DATA_TYPE_INT128, {16}}};
+  const auto found = numbers.find(dtype);
+  return found == numbers.end() ? Number{1} : found->second;
+}
+
 }  // namespace
 
-size_t size_of(HcclDataType dtype) {
-  switch (dtype) {
-    case HCCL_DATA_TYPE_INT16:
-    case HCCL_DATA_TYPE_UINT16:
-    case HCCL_DATA_TYPE_FP16:
-    case HCCL_DATA_TYPE_BFP16:
-      return 2;
-    case HCCL_DATA_TYPE_INT32:
-    case HCCL_DATA_TYPE_UINT32:
-    case HCCL_DATA_TYPE_FP32:
-      return 4;
-    case HCCL_DATA_TYPE_INT64:
-    case HCCL_DATA_TYPE_UINT64:
-    case HCCL_DATA_TYPE_FP64:
-      return 8;
-    case HCCL_DATA_TYPE_INT128:
-      return 16;
-    default:
-      return 1;
-  }
-}
+size_t size_of(HcclDataType dtype) { return number(dtype).size; }
 
-Reduction reduction_of(HcclDataType dtype) {
-  switch (dtype) {
-    case HCCL_DATA_TYPE_INT8:
-      return &reduce<int8_t>;
-    case HCCL_DATA_TYPE_INT16:
-      return &reduce<int16_t>;
-    case HCCL_DATA_TYPE_INT32:
-      return &reduce<int32_t>;
-    case HCCL_DATA_TYPE_INT64:
-      return &reduce<int64_t>;
-    case HCCL_DATA_TYPE_FP16:
-      return &reduce<c10::Half>;
-    case HCCL_DATA_TYPE_BFP16:
-      return &reduce<c10::BFloat16>;
-    case HCCL_DATA_TYPE_FP32:
-      return &reduce<float>;
-    default:
-      return nullptr;
-  }
-}
+Reduction reduction_of(HcclDataType dtype) { return number(dtype).reduction; }
 
 }  // namespace cann_sim

@@ -1,6 +1,8 @@
 // Cumulative lengths with a leading 0, as the functions for compressed keys take them.
 #pragma once
 
+#include <ATen/ops/zeros.h>
+
 #include <string_view>
 
 #include "opapi/core/opapi.h"
@@ -16,6 +18,16 @@ inline void add_ends(const Call& call, std::string_view name, std::string_view s
                 " has no leading 0");
     arguments[std::string(schema)] = given->narrow(0, 1, given->size(0) - 1);
   }
+}
+
+// Where a causal call has no residual, the kernel reads 0: adds that for every batch.
+inline void add_residual(const Call& call, std::string_view lengths, OperatorArguments& arguments) {
+  if (call.find<TensorView>("cmpResidualKOptional") || call.get<int64_t>("maskMode") != 3) {
+    return;
+  }
+  const auto query = call.tensor("q");
+  const auto batch = call.is_tnd("layoutQ") ? call.tensor(lengths).size(0) - 1 : query.size(0);
+  arguments["cmp_residual_key"] = at::zeros({batch}, query.options().dtype(at::kInt));
 }
 
 // Raises unless exactly the layout TND has cumulative lengths.

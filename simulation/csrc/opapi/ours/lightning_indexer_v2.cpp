@@ -1,8 +1,6 @@
 // LightningIndexerV2, for compressed keys. Prototype: docs/specification/lightning_indexer.md.
 #include <utility>
 
-#include <ATen/ops/zeros.h>
-
 #include "opapi/ours/cu_seqlens.h"
 #include "opapi/ours/paged_keys.h"
 
@@ -42,22 +40,13 @@ torch::jit::Stack selection(const Call& call) {
     arguments["actual_seq_lengths_key"] = call.tensor("sequsedKOptional");
   }
   arguments["return_values"] = call.get<int64_t>("returnValue") != 0;
-  if (!call.find<TensorView>("cmpResidualKOptional") && call.get<int64_t>("maskMode") == 3) {
-    // The kernel reads a missing residual as 0.
-    const bool packed = call.is_tnd("layoutQ");
-    const auto query = call.tensor("q");
-    const auto batch = packed ? call.tensor("cuSeqlensQOptional").size(0) - 1 : query.size(0);
-    arguments["cmp_residual_key"] = at::zeros({batch}, query.options().dtype(at::kInt));
-  }
+  add_residual(call, "cuSeqlensQOptional", arguments);
   return call.results(arguments);
 }
 
 // Rows behind the last sequence, and in layout BSND those behind the count of a batch, stay.
 at::Tensor written(const Call& call, std::string_view, const at::Tensor& output) {
-  if (!call.is_tnd("layoutQ") || output.numel() == 0) {
-    return output;
-  }
-  return output.narrow(0, 0, call.elements("cuSeqlensQOptional").back());
+  return rows_of_sequences(call, output, 0, "layoutQ", "cuSeqlensQOptional");
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "opapi/ours/cu_seqlens.h"
 #include "opapi/ours/sparse_rows.h"
 
 using namespace cann_sim;
@@ -28,20 +29,10 @@ const std::vector<std::string_view> kLengths{
 const std::vector<std::string_view> kScalars{"cmpRatio", "oriMaskMode", "cmpMaskMode", "oriWinLeft",
                                              "oriWinRight"};
 
-int64_t number(std::string_view text) {
-  int64_t sum = 0;
-  for (const char x : text) {
-    sum = (sum * 31 + x) % 1000003;
-  }
-  return sum;
-}
-
-int64_t checksum(const Call& call, std::string_view name) {
-  if (!call.find<TensorView>(name)) {
-    return -1;
-  }
+template <typename Values>
+int64_t checksum(const Values& values) {
   int64_t sum = 1;
-  for (const auto x : call.elements(name)) {
+  for (const auto x : values) {
     sum = (sum * 31 + x) % 1000003;
   }
   return sum;
@@ -51,13 +42,13 @@ int64_t checksum(const Call& call, std::string_view name) {
 std::vector<int64_t> facts_of(const Call& call) {
   std::vector<int64_t> facts;
   for (const auto name : kLengths) {
-    facts.push_back(checksum(call, name));
+    facts.push_back(call.find<TensorView>(name) ? checksum(call.elements(name)) : -1);
   }
   for (const auto name : kScalars) {
     facts.push_back(call.get<int64_t>(name));
   }
   for (const auto* name : {"layoutQOptional", "layoutKvOptional"}) {
-    facts.push_back(number(call.get<std::string>(name)));
+    facts.push_back(checksum(call.get<std::string>(name)));
   }
   return facts;
 }
@@ -145,11 +136,9 @@ void check_gradient(const Call& call) {
 OperatorArguments lengths_of(const Call& call) {
   OperatorArguments arguments;
   const auto set = [&](const char* schema, const char* cumulative, const char* counts) {
-    if (const auto ends = call.optional_tensor(cumulative)) {
-      TORCH_CHECK(call.elements(cumulative).at(0) == 0, cumulative, " does not begin with 0");
-      arguments[schema] = ends->slice(0, 1);
-    } else if (const auto used = call.optional_tensor(counts)) {
-      arguments[schema] = *used;
+    add_ends(call, cumulative, schema, arguments);
+    if (const auto used = call.optional_tensor(counts)) {
+      arguments.try_emplace(schema, *used);
     }
   };
   set("actual_seq_lengths_query", "cuSeqlensQOptional", "sequsedQOptional");
@@ -274,10 +263,8 @@ const KernelFault kFirstResidual{
 torch::jit::Stack gradients(const Call& call) { return call.results(lengths_of(call)); }
 
 at::Tensor written_attention(const Call& call, std::string_view name, const at::Tensor& output) {
-  if (!call.is_tnd("layoutQOptional") || output.numel() == 0) {
-    return output;
-  }
-  return output.narrow(name == "attnOutOut" ? 0 : 1, 0, call.elements("cuSeqlensQOptional").back());
+  return rows_of_sequences(call, output, name == "attnOutOut" ? 0 : 1, "layoutQOptional",
+                           "cuSeqlensQOptional");
 }
 
 constexpr auto kLengthArguments =

@@ -1,7 +1,5 @@
 // SparseLightningIndexerKLLossGrad. Prototype:
 // docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
-#include <ATen/ops/zeros.h>
-
 #include "opapi/ours/cu_seqlens.h"
 
 using namespace cann_sim;
@@ -20,22 +18,14 @@ torch::jit::Stack gradients(const Call& call) {
   OperatorArguments arguments;
   add_ends(call, "cuSeqLensQOptional", "actual_seq_lengths_query", arguments);
   add_ends(call, "cuSeqLensKOptional", "actual_seq_lengths_key", arguments);
-  const bool causal = call.get<int64_t>("maskMode") == 3;
-  if (causal && !call.find<TensorView>("cmpResidualKOptional")) {
-    // The kernel reads a missing residual as 0.
-    const auto q = call.tensor("q");
-    const auto batch =
-        call.is_tnd("layoutQ") ? call.tensor("cuSeqLensQOptional").size(0) - 1 : q.size(0);
-    arguments["cmp_residual_key"] = at::zeros({batch}, q.options().dtype(at::kInt));
-  }
+  add_residual(call, "cuSeqLensQOptional", arguments);
   return call.results(arguments);
 }
 
 // Keys behind the last sequence stay.
 at::Tensor written(const Call& call, std::string_view name, const at::Tensor& output) {
-  return name == "dk" && call.is_tnd("layoutQ")
-             ? output.narrow(0, 0, call.elements("cuSeqLensKOptional").back())
-             : output;
+  return name == "dk" ? rows_of_sequences(call, output, 0, "layoutQ", "cuSeqLensKOptional")
+                      : output;
 }
 
 // The kernel finds the sequence of every row of the shape.
