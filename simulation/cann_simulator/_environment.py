@@ -35,16 +35,8 @@ def environment(
 ) -> dict[str, str]:
     """Return what the environment of a process must hold, from its start, to be simulated.
 
-    Args:
-        devices: How many NPUs there are.
-        product: A product, as "A3", or the name of a SoC, as "Ascend910B2".
-        cann: The release of CANN: "8.5", "9.0" or "9.1".
-        task_queue: TASK_QUEUE_ENABLE of torch_npu: 0, 1 or 2.
-        streams: "strict" makes work on a stream an error that touches memory which work on another
-            has touched, where nothing orders the two.
-        without: aclnn functions that the device shall lack, beside those it does lack.
-        calls: A file to which every call of an aclnn function is appended, as a line of JSON.
-        report: Whether operators are counted, for `report`.
+    The arguments are those of `start`, and `without`: aclnn functions that the device shall lack,
+    beside those it does lack. `calls` is a file to which calls are appended; `report` only counts.
     """
     if not 1 <= devices <= MOST_DEVICES:
         raise ValueError(f"devices: expected 1 to {MOST_DEVICES}, got {devices}")

@@ -99,45 +99,90 @@ at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t
   return output.narrow(axis, 0, values.empty() ? 0 : values.back());
 }
 
+namespace {
+
+std::string dtype_name(aclDataType dtype) { return c10::str(scalar_type(dtype)); }
+
+Json json_of(const TensorView& view) {
+  return Json::object({{"dtype", dtype_name(view.dtype)},
+                       {"sizes", Json::array(view.sizes)},
+                       {"strides", Json::array(view.strides)},
+                       {"offset", view.offset},
+                       {"storage_sizes", Json::array(view.storage_sizes)},
+                       {"format", int64_t{view.format}},
+                       {"device", int64_t{device_of_address(view.data)}},
+                       {"address", reinterpret_cast<int64_t>(view.data)}});
+}
+
+Json json_of(const Value& value) {
+  return std::visit(
+      [](const auto& held) -> Json {
+        using Held = std::decay_t<decltype(held)>;
+        if constexpr (std::is_same_v<Held, TensorView>) {
+          return json_of(held);
+        } else if constexpr (std::is_same_v<Held, std::vector<TensorView>>) {
+          std::vector<Json> items;
+          for (const auto& view : held) {
+            items.push_back(json_of(view));
+          }
+          return Json::array(items);
+        } else if constexpr (std::is_same_v<Held, Scalar>) {
+          return Json::object({{"dtype", dtype_name(held.dtype)}, {"value", held.value}});
+        } else if constexpr (std::is_same_v<Held, std::vector<int64_t>>) {
+          return Json::array(held);
+        } else {
+          return held;
+        }
+      },
+      value);
+}
+
+}  // namespace
+
+Json json_of(const Function& function, const std::vector<Value>& values) {
+  Json arguments = Json::object({});
+  for (size_t i = 0; i < values.size(); ++i) {
+    arguments.add(function.arguments.at(i).name, json_of(values[i]));
+  }
+  return arguments;
+}
+
 }  // namespace cann_sim
 
 using namespace cann_sim;
+
+namespace {
+
+template <typename Handle, typename... Arguments>
+Handle* made(const char* maker, Arguments... arguments) {
+  return gives_no_handle(maker) ? nullptr : new Handle({std::move(arguments)...});
+}
+
+}  // namespace
 
 extern "C" {
 
 aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataType dtype,
                            const int64_t* strides, int64_t offset, aclFormat format,
                            const int64_t* storage_sizes, uint64_t storage_dimensions, void* data) {
-  if (gives_no_handle("aclCreateTensor")) {
-    return nullptr;
-  }
-  return new aclTensor({{sizes, sizes + dimensions},
-                        {strides, strides + dimensions},
-                        {storage_sizes, storage_sizes + storage_dimensions},
-                        offset,
-                        dtype,
-                        format,
-                        data});
+  using Sizes = std::vector<int64_t>;
+  return made<aclTensor>(
+      "aclCreateTensor", Sizes(sizes, sizes + dimensions), Sizes(strides, strides + dimensions),
+      Sizes(storage_sizes, storage_sizes + storage_dimensions), offset, dtype, format, data);
 }
 int aclDestroyTensor(const aclTensor* tensor) {
   delete tensor;
   return ACL_SUCCESS;
 }
 aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t size) {
-  if (gives_no_handle("aclCreateTensorList")) {
-    return nullptr;
-  }
-  return new aclTensorList({tensors, tensors + size});
+  return made<aclTensorList>("aclCreateTensorList", tensors, tensors + size);
 }
 int aclDestroyTensorList(const aclTensorList* list) {
   delete list;
   return ACL_SUCCESS;
 }
 aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
-  if (gives_no_handle("aclCreateIntArray")) {
-    return nullptr;
-  }
-  return new aclIntArray({values, values + size});
+  return made<aclIntArray>("aclCreateIntArray", values, values + size);
 }
 int aclDestroyIntArray(const aclIntArray* array) {
   delete array;

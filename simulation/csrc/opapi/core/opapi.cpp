@@ -15,12 +15,10 @@
 #include <memory>
 #include <mutex>
 
-#include "ascendcl/json.h"
 #include "ascendcl/operators.h"
 #include "ascendcl/report.h"
 #include "ascendcl/runtime.h"
 #include "ascendcl/stream_order.h"
-#include "opapi/core/json_of_call.h"
 
 namespace cann_sim {
 namespace {
@@ -48,7 +46,7 @@ struct Alteration {
 struct Control {
   std::mutex mutex;
   std::vector<Fault> faults;
-  std::vector<std::string> log;  // JSON objects
+  std::vector<Json> log;
   std::atomic<bool> logging{false};
   std::atomic<bool> faulty{false};
   std::atomic<bool> computing{true};
@@ -66,7 +64,7 @@ template <typename Entry>
 void log(Entry entry) {
   if (control().logging) {
     const std::lock_guard lock(control().mutex);
-    control().log.push_back(entry().text());
+    control().log.push_back(entry());
   }
 }
 
@@ -471,11 +469,7 @@ const char* cann_sim_take_log() {
   static thread_local std::string text;
   const std::lock_guard lock(control().mutex);
   control().logging = false;
-  text = "[";
-  for (const auto& entry : control().log) {
-    text += (text.size() > 1 ? "," : "") + entry;
-  }
-  text += "]";
+  text = Json::array(control().log).text();
   control().log.clear();
   return text.c_str();
 }

@@ -22,6 +22,7 @@
 #include <variant>
 #include <vector>
 
+#include "ascendcl/json.h"
 #include "ascendcl/runtime.h"
 
 namespace cann_sim {
@@ -286,8 +287,8 @@ struct Function {
   DeviceRules device = {};
   // Computes the results itself, with no operator or around `Call::results`.
   torch::jit::Stack (*compute)(const Call&) = nullptr;
-  // The status where CANN's l0op::ViewCopy cannot write a result to an output: one of another dtype,
-  // or of other sizes.
+  // The status where CANN's l0op::ViewCopy cannot write a result to an output: one of another
+  // dtype, or of other sizes.
   int status_of_copy = kInnerNullPointer;
   std::string_view name = {};
   std::vector<Argument> arguments = {};
@@ -349,6 +350,9 @@ class Call {
 // those behind them alone. `axis` is that of the tokens, `ends` names the cumulative lengths.
 at::Tensor rows_of_sequences(const Call& call, const at::Tensor& output, int64_t axis,
                              std::string_view layout, std::string_view ends);
+
+// The arguments of a call, for logs.
+Json json_of(const Function& function, const std::vector<Value>& values);
 
 // The tensors of an argument: itself, those of a list, or none.
 std::span<const TensorView> views_of(const Value& value);

@@ -216,23 +216,14 @@ at::Tensor to_order_of_sequences(const Call& call, const at::Tensor& statistics)
   return at::empty_like(source).index_copy_(0, rows, source).view(statistics.sizes());
 }
 
-// A tensor in the input layout as (..., N, D).
-at::Tensor heads_last(const Call& call, const at::Tensor& x) {
-  const auto& layout = call.get<std::string>("inputLayout");
-  if (layout == "BSH" || layout == "SBH") {
-    return x.unflatten(-1, {call.get<int64_t>("headNum"), -1});
-  }
-  return layout == "BNSD" ? x.transpose(1, 2) : x;
-}
-
 int64_t elements_of_scores(const Call& call) {
-  const auto query = heads_last(call, call.tensor("query"));
-  const auto heads = query.size(-2);
-  if (!call.is_tnd("inputLayout")) {
-    const auto key = call.tensor("key");
-    const auto& layout = call.get<std::string>("inputLayout");
-    const auto keys = key.size(layout == "SBH" ? 0 : layout == "BNSD" ? 2 : 1);
-    return query.size(0) * heads * query.size(1) * keys;
+  const auto heads = call.get<int64_t>("headNum");
+  const auto& layout = call.get<std::string>("inputLayout");
+  if (layout != "TND") {
+    const auto& query = call.get<TensorView>("query").sizes;
+    const auto axis = layout.find('S');
+    return query.at(layout.find('B')) * heads * query.at(axis) *
+           call.get<TensorView>("key").sizes.at(axis);
   }
   const auto& query_ends = call.get<Ends>("actualSeqQLenOptional");
   const auto& key_ends = call.get<Ends>("actualSeqKvLenOptional");

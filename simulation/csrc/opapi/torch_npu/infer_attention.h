@@ -50,7 +50,4 @@ at::Tensor heads_first(const at::Tensor& x, std::string_view layout, int64_t hea
 // The arguments of a call, by the names that the three functions share.
 InferAttention arguments_of(const Call& call);
 
-// Raises for outputs and lists that FusedInferAttentionScore refuses.
-void check_infer(const Call& call);
-
 }  // namespace cann_sim
