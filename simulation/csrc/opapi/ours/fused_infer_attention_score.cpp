@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "opapi/torch_npu/infer_attention.h"
+#include "opapi/ours/infer_attention.h"
 
 using namespace cann_sim;
 

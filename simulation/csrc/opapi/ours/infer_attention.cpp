@@ -1,5 +1,5 @@
 // Attention for inference: batch after batch, by this library's training kernel.
-#include "opapi/torch_npu/infer_attention.h"
+#include "opapi/ours/infer_attention.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>

@@ -4,7 +4,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "ascendcl/runtime.h"
-#include "opapi/torch_npu/infer_attention.h"
+#include "opapi/ours/infer_attention.h"
 
 using namespace cann_sim;
 

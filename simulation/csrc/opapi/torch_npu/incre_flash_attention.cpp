@@ -2,7 +2,7 @@
 #include <utility>
 
 #include "ascendcl/runtime.h"
-#include "opapi/torch_npu/infer_attention.h"
+#include "opapi/ours/infer_attention.h"
 
 using namespace cann_sim;
 
