@@ -164,7 +164,10 @@ PAGES = {
     "key_rope": new(4, 16, 1, 64), "layout": "TND", "key_layout": "PA_BSND", "out": new(2, 8, 512),
     **named("max sum", new(1, 2, 8, dtype=F32)),
 }  # fmt: skip
-INFER = "FusedInferAttentionScoreV4"
+INFER, INFER_V3 = "FusedInferAttentionScoreV4", "FusedInferAttentionScoreV3"
+without_sink = list(CALLS[INFER].items())
+del without_sink[-3], without_sink[27:29]  # and without what quantises the query
+CALLS[INFER_V3] = dict(without_sink)
 INFER_PACK = {
     "query": new(5, 4, 64), **named("key value", [new(7, 2, 64)]), "layout": "TND",
     "queries": (2, 5), "keys": (3, 7), "out": new(5, 4, 64), "lse": new(5, 4, 1, dtype=F32),
@@ -232,7 +235,7 @@ STATUSES: list[tuple[str, Arguments, int]] = [
         (INFER, {**x, "flag": False, "lse": new(0, dtype=F32)}, 0)
         for x in ({}, INFER_PACK, INFER_PAGES)
     ),
-    (INFER, {"out": new(2, 3, 4, 64)}, INVALID),
+    *((x, {"out": new(2, 3, 4, 64)}, INVALID) for x in (INFER, INFER_V3)),
     (INFER, {"out": new(2, 4, 3, 64, dtype=F16)}, INVALID),
     (INFER, {"out": new(2, 4, 3, 64, dtype=torch.int8)}, INVALID),
     (INFER, {"out": new(2, 3, 4, 32), "layout": "BNSD_BSND"}, INVALID),
@@ -241,7 +244,7 @@ STATUSES: list[tuple[str, Arguments, int]] = [
     (INFER, {"lse": new(2, 4, 3, dtype=F32)}, INVALID),
     (INFER, {"sink": new(4, dtype=F32)}, INVALID),
     (INFER, {"sink": new(2)}, INVALID),
-    (INFER, {"heads": 3}, INVALID),
+    *((x, {"heads": 3}, INVALID) for x in (INFER, INFER_V3)),
     (INFER, INFER_PACK, 0),
     (INFER, {**INFER_PACK, "queries": (2, 4)}, INVALID),
     (INFER, {**INFER_PACK, "queries": (5, 2)}, INVALID),
