@@ -47,6 +47,14 @@ class AttentionInputs(NamedTuple):
     # Which tokens these are, if ranks share the sequences: B is 1 then, and S the local tokens.
     shards: SequenceShards | None = None
 
+    def prefetched(self, shards: SequenceShards) -> AttentionInputs:
+        """With keys that begin to travel to the other ranks, for indexer, attention and loss."""
+        key, latent, key_rope = distributed.prefetch(
+            self.projections.key_index, self.latent, self.key_rope, shards=shards, layout="BSND"
+        )
+        projections = self.projections._replace(key_index=key)
+        return self._replace(projections=projections, latent=latent, key_rope=key_rope)
+
 
 Select = Callable[["LatentAttention", AttentionInputs], Tensor]
 """Returns the sparse_indices of a layer: (B, S, 1, K) int32, padded with -1."""
@@ -65,9 +73,8 @@ def select_by_indexer(layer: LatentAttention, inputs: AttentionInputs) -> Tensor
     if inputs.shards is None:
         return layer.indexer.select(inputs.projections, layer.top_k)
     indices, _ = distributed.lightning_indexer(
-        *inputs.projections, sparse_count=layer.top_k, layout="BSND", shards=inputs.shards,
-        prefetch=(inputs.latent, inputs.key_rope),
-    )  # fmt: skip
+        *inputs.projections, sparse_count=layer.top_k, layout="BSND", shards=inputs.shards
+    )
     return indices
 
 
@@ -120,6 +127,8 @@ class LatentAttention(nn.Module):
         """
         positions = None if shards is None else shards.positions(x.device)
         inputs = self.project(x, positions)._replace(shards=shards)
+        if shards is not None:
+            inputs = inputs.prefetched(shards)
         query, query_rope, latent, key_rope, projections, _ = inputs
         indices = select(self, inputs)
         # The same functions, for all tokens or for those of this rank.

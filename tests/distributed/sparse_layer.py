@@ -64,19 +64,21 @@ def forward(
         name: torch.tensor(y, dtype=torch.int32) if isinstance(y, list) else y
         for name, y in where.items()
     }
-    ahead = {"prefetch": (x["latent"], x["key_rope"])} if "shards" in where else {}
-    projections = x["query_index"], x["key_index"], x["weights"]
+    latent, key_rope, key_index = (x[name] for name in KEYS)
+    if "shards" in where:
+        key_index, latent, key_rope = functions.prefetch(key_index, latent, key_rope, **where)
+    projections = x["query_index"], key_index, x["weights"]
     indices, chosen = functions.lightning_indexer(
-        *projections, sparse_count=sizes.count, return_values=values, **on_device, **ahead
+        *projections, sparse_count=sizes.count, return_values=values, **on_device
     )
-    ropes = {"query_rope": x["query_rope"], "key_rope": x["key_rope"], "scale_value": SCALE}
+    ropes = {"query_rope": x["query_rope"], "key_rope": key_rope, "scale_value": SCALE}
     out, *statistics = functions.sparse_flash_attention(
-        x["query"], x["latent"], x["latent"], indices, **ropes, **on_device, **options
+        x["query"], latent, latent, indices, **ropes, **on_device, **options
     )
-    # Detached: the same memory, and so gathered already.
     constants = {name: y.detach() if isinstance(y, Tensor) else y for name, y in ropes.items()}
+    latent = latent.detach() if isinstance(latent, Tensor) else latent
     kl_loss = functions.lightning_indexer_kl_loss(
-        x["query"].detach(), x["latent"].detach(), *projections, indices, *statistics,
+        x["query"].detach(), latent, *projections, indices, *statistics,
         **constants, **where, **(loss or {}),
     )  # fmt: skip
     names = "indices", "values", "out", "softmax_max", "softmax_sum", "loss"

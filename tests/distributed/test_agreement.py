@@ -16,6 +16,7 @@ import pytest
 import torch
 from ascend_attn_ops import _C, distributed
 from ascend_attn_ops.distributed import SequenceShards, _agreement
+from ascend_attn_ops.distributed._gathered import GatheredKeys
 from fuzz.wrong_ranks import FUNCTIONS, Drawing
 from sparse_layer import Sizes, inputs, of_ranks
 from support.freed import freed
@@ -33,7 +34,7 @@ COMPRESSED_INDEXER, COMPRESS = "lightning_indexer with compressed keys", "compre
 LOSS_WITH_TARGET = "lightning_indexer_kl_loss with a target"
 # Arguments that the fuzzer would draw.
 COMMON: dict[str, dict[str, Any]] = {
-    INDEXER: {"prefetch": (), "return_values": False},
+    INDEXER: {"return_values": False},
     LOSS: {"reduction": "sum"},
     LOSS_WITH_TARGET: {"reduction": "sum", "normalize_target": False},
     COMPRESS: {"overlap": True},
@@ -68,6 +69,14 @@ def assert_all_are_told(messages: list[str], expected: str) -> None:
 
 def is_wrong(group: ProcessGroup) -> bool:
     return group.rank() == group.size() - 1
+
+
+class OfOthers(GatheredKeys):
+    """Keys that were gathered for other shards."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.layout, self.local, self.dtype = None, x, x.dtype  # type: ignore[assignment]
+        self.requires_grad = x.requires_grad
 
 
 def twice(x: Tensor) -> Tensor:
@@ -122,8 +131,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
      r"ValueError: .*query: expected device cpu or cuda \(the group's\), got meta"),
     (INDEXER, {"sparse_count": 4}, "ValueError: .*sparse_count: .* same"),
     (INDEXER, {"sparse_counts": 3}, "TypeError: .*unexpected keyword"),
-    *((INDEXER, {"prefetch": x}, "ValueError: .*prefetch: expected the key")
-      for x in ((torch.zeros(1),) * 3, None, torch.zeros(2, 1))),
+    (INDEXER, {"key": OfOthers},
+     "ValueError: .*key: expected keys that were prefetched for the same shards"),
+    (INDEXER, {"query": OfOthers},
+     "TypeError: .*query: expected a tensor of this rank's tokens, got OfOthers"),
     (LOSS, {"reduction": "max"}, "ValueError: .*reduction: expected 'sum'"),
     (LOSS, {"normalizer": 5.0}, "ValueError: .*normalizer: .* same on all"),
     (LOSS, {"normalizer": Raises()}, r"RuntimeError: Unspeakable: no text \(3\)"),
@@ -162,8 +173,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (COMPRESS, {"overlap": "yes"}, "TypeError: .*overlap: expected a bool"),
     (COMPRESS, {"layout": "BNSD"}, "ValueError: .*layout: expected 'TND' or 'BSND'"),
     (COMPRESSED_INDEXER, {"key": twice}, "ValueError: .*key: expected the 1 local compressed"),
-    (COMPRESSED_INDEXER, {"prefetch": (torch.zeros(3, 1, 8),)},
-     "ValueError: .*prefetch: expected nothing with cmp_ratio above 1, got 1 tensors"),
     (COMPRESSED_INDEXER, {"return_values": True},
      "NotImplementedError: .*cmp_ratio: expected 1 where a gradient of the values"),
     (MLA, {"cmp_kv": twice},

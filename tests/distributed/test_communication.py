@@ -128,53 +128,36 @@ def attend(x: dict[str, Tensor], shards: SequenceShards, key: Tensor) -> Tensor:
     )[0]  # fmt: skip
 
 
-def changed_keys(group: ProcessGroup) -> None:
-    """Keys that were written to since, or others in the same place, are gathered again."""
+def kept_keys(group: ProcessGroup) -> None:
+    """Keys are gathered as they are, however they were written, and stay so once prefetched."""
     with ops.limits(None), torch.no_grad():
         shards = SequenceShards([16], group)
         x = {name: value.detach().clone() for name, value in leaves([16], shards).items()}
-        layer(x, shards)
-        key = x["latent"]
-        before = attend(x, shards, key)
-        assert not torch.equal(attend(x, shards, key.mul_(2)), before)
+        key, rope = x["latent"], x["key_rope"]
+        seen = []
+        for step in range(3):
+            key.data.fill_(step + group.rank())
+            seen.append(attend(x, shards, key))
+            assert torch.equal(attend(x, shards, key.clone()), seen[-1])
+        assert not torch.equal(seen[0], seen[1])
+        ahead, x["key_rope"] = distributed.prefetch(key, rope, shards=shards)
+        for tensor in (key, rope):
+            tensor.data.zero_()  # as communication writes
+        assert torch.equal(attend(x, shards, ahead), seen[2])
         with torch.inference_mode():
-            key = key.clone()
-            before = attend(x, shards, key)
-            assert not torch.equal(attend(x, shards, key.mul_(2)), before)
+            (ahead,) = distributed.prefetch(key.clone(), shards=shards)
+            assert not torch.equal(attend(x, shards, ahead), seen[2])
+        ahead, x["key_rope"] = distributed.prefetch(key.float(), rope.float(), shards=shards)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ValueError, match="prefetched in"),
+        ):
+            attend(x, shards, ahead)
 
 
-def test_changed_keys_are_gathered_again() -> None:
-    on_ranks(3, changed_keys)
-
-
-def keys_only_some_ranks_have(group: ProcessGroup) -> None:
-    """A rank without tokens cannot tell a copy of nothing from nothing."""
-    with ops.limits(None):
-        shards = SequenceShards([2], group)
-        x = {name: value.detach() for name, value in leaves([2], shards).items()}
-        for _ in range(2):
-            attend(x, shards, x["latent"].transpose(0, 1).contiguous().transpose(0, 1))
-            if group.rank():
-                shards._gathered.drop(shards, "key_rope")
-
-
-def test_all_ranks_gather_or_none() -> None:
-    on_ranks(3, keys_only_some_ranks_have)
-
-
-def inference_tensors_on_one_rank(group: ProcessGroup) -> None:
-    """All ranks gather in one order, whatever they may keep."""
-    with ops.limits(None), torch.no_grad():
-        shards = SequenceShards([16], group)
-        x = {name: value.detach() for name, value in leaves([16], shards).items()}
-        expected, _ = layer(x, shards)
-        with torch.inference_mode(group.rank() == 1):
-            x = {name: value.clone() for name, value in x.items()}
-        assert torch.equal(layer(x, shards)[0], expected)
-
-
-def test_inference_tensors_on_one_rank() -> None:
-    on_ranks(2, inference_tensors_on_one_rank)
+@rank_counts(2, 1)
+def test_kept_keys(ranks: int) -> None:
+    on_ranks(ranks, kept_keys)
 
 
 def balance(group: ProcessGroup, order: Any) -> int:
@@ -234,11 +217,7 @@ def prefetched_in_vain(group: ProcessGroup) -> int:
     with ops.limits(None):
         shards = SequenceShards([64], group)
         x = leaves([64], shards)
-        distributed.lightning_indexer(
-            x["query_index"], x["key_index"], x["weights"], shards=shards,
-            sparse_count=SIZES.count, prefetch=(x["latent"], x["key_rope"]),
-        )  # fmt: skip
-    del shards
+        distributed.prefetch(x["latent"], x["key_rope"], shards=shards)
     gc.collect()
     return torch._C._distributed_c10d._get_work_registry_size()
 

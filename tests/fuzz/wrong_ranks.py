@@ -66,12 +66,8 @@ class Drawing:
         return self.r.choice(({"reduction": "mean"}, {"normalizer": 3.0}, {"reduction": "sum"}))
 
     def indexer(self) -> Arguments:
-        following = {"next_key": _KEY, "next_rope": (1, _ROPE)}
-        x = self.tensors(query=_INDEX_QUERY, key=_KEY, weights=(2,), **following)
-        ahead = [x.pop(name) for name in following][: self.r.randrange(3)]
-        prefetch = Once(ahead) if self.r.randrange(2) else ahead
-        values = self.r.random() < 0.5
-        return {**x, "sparse_count": _COUNT, "return_values": values, "prefetch": prefetch}
+        x = self.tensors(query=_INDEX_QUERY, key=_KEY, weights=(2,))
+        return {**x, "sparse_count": _COUNT, "return_values": self.r.random() < 0.5}
 
     def mla_keys(self) -> Arguments:
         keys = self.compressed("cmp_kv")

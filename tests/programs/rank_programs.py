@@ -32,9 +32,13 @@ def shared_sequences(
         normed = layer.norm(x)
         query, query_rope, latent, key_rope = layer.project(normed)
         projections = layer.indexer(normed.detach(), shards.positions())
+        key_index, latent, key_rope = distributed.prefetch(
+            projections[1], latent, key_rope, shards=shards
+        )
+        projections = projections[0], key_index, projections[2]
         options = {"query_rope": query_rope, "key_rope": key_rope, "scale_value": dsa_model.SCALE}
         keys, _ = distributed.lightning_indexer(
-            *projections, sparse_count=dsa_model.KEYS, shards=shards, prefetch=(latent, key_rope)
+            *projections, sparse_count=dsa_model.KEYS, shards=shards
         )
         out, *statistics = distributed.sparse_flash_attention(
             query, latent, latent, keys, **options, shards=shards

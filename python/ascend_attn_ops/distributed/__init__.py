@@ -17,6 +17,7 @@ from ascend_attn_ops.distributed.shards import Part, SequenceShards
 from ascend_attn_ops.distributed.sparse import (
     lightning_indexer,
     lightning_indexer_kl_loss,
+    prefetch,
     sparse_flash_attention,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "flash_attention_score",
     "lightning_indexer",
     "lightning_indexer_kl_loss",
+    "prefetch",
     "sparse_flash_attention",
     "sparse_flash_mla",
     "sparse_flash_mla_with_indexer_loss",

@@ -10,7 +10,7 @@ import builtins
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,10 +20,6 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from ascend_attn_ops._arguments import shown
-
-# How many may be `missing`. All votes have one length: ranks that call different functions still
-# hear each other.
-_QUESTIONS = 4
 
 # By the group that it accompanies: another one may get its name.
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -58,27 +54,24 @@ class Agreement:
         *,
         error: Exception | None = None,
         wish: object = None,
-        missing: Sequence[bool] = (),
-    ) -> tuple[bool, list[bool]]:
+    ) -> bool:
         """Raise on all ranks if any has an error, or if their facts differ.
 
-        Returns whether all ranks have one wish, which may differ; and for each of `missing`, which
-        this rank may lack, whether any rank lacks it.
+        Returns whether all ranks have one wish, which may differ.
         """
         # Errors in compiled code are those of the trace, which is equal if the programs are.
         if is_compiling() or self.hosts is None or self.hosts.size() == 1:
             if error is not None:
                 raise error
-            return True, list(missing)
+            return True
         facts = {"function": caller, **facts}
         own = _digest(sorted(facts.items())), _digest(wish)
-        asked = [*missing, *[False] * (_QUESTIONS - len(missing))]
-        ballot = torch.tensor([error is not None, *own, *(-x for x in own), *asked], device="cpu")
+        ballot = torch.tensor([error is not None, *own, *(-x for x in own)], device="cpu")
         self.votes += 1
         dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.hosts)
-        failed, most, most_wish, least, least_wish, *answers = ballot.tolist()
+        failed, most, most_wish, least, least_wish = ballot.tolist()
         if not failed and most == -least:
-            return most_wish == -least_wish, [bool(x) for x in answers[: len(missing)]]
+            return bool(most_wish == -least_wish)
         reports: list[Any] = [None] * self.hosts.size()
         # Not every argument can be pickled.
         texts = {name: repr(value) for name, value in facts.items()}

@@ -13,7 +13,8 @@ from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._arguments import check_memory, readable, shown, tensors_in, wrong
-from ascend_attn_ops.distributed._layout import Layout, Ranges, Source
+from ascend_attn_ops.distributed._gathered import GatheredKeys
+from ascend_attn_ops.distributed._layout import Ranges, Source
 from ascend_attn_ops.distributed._operations import (
     ONE_TOKEN,
     SHARED,
@@ -38,24 +39,27 @@ def guard(
     tensors: Tensors,
     *,
     options: Tensors,
-    ahead: Tensors | None = None,
-) -> dict[str, Any]:
-    """Raise if the call is wrong on this rank or on another. Kept keys begin to travel.
+) -> tuple[dict[str, Any], dict[str, GatheredKeys]]:
+    """Raise if the call is wrong on this rank or on another.
 
-    The ranks compare the options of the operation and the further ones. `ahead` are keys of the
-    next operation, by kind. Returns the tensors with the local tokens first, in autocast's dtype.
+    The ranks compare the options of the operation and the further ones. Returns the tensors with
+    the local tokens first, in autocast's dtype, and those keys that have travelled ahead.
     """
     where = f"ascend::{operation.name}"
     if is_compiling():
         _check_graphs(where, shards)
-    others = {f"prefetch ({kind})": x for kind, x in (ahead or {}).items()}
-    kinds = {**operation.keys, **dict(zip(others, ahead or {}, strict=True))}
     sources = {
         name: operation.source(shards, name)
         for name in operation.keys
         if tensors.get(name) is not None
     }
-    given = _local_tokens(where, shards, layout, {**tensors, **others}, sources)
+    ahead = {name: tensors[name] for name in sources if isinstance(tensors[name], GatheredKeys)}
+    for name, keys in ahead.items():
+        if keys.layout is not sources[name]:
+            expected = "keys that were prefetched for the same shards, of which all are gathered"
+            raise wrong(ValueError, where, name, expected, "others")
+    tensors = {**tensors, **{name: keys.local for name, keys in ahead.items()}}
+    given = _local_tokens(where, shards, layout, tensors, sources)
     keeps = {*_NEVER_CAST, *operation.never_cast, *(["weights"] if operation.ratio > 1 else [])}
     cast = {name: x if name in keeps else _cast(x) for name, x in given.items()}
     if not is_compiling():
@@ -63,35 +67,44 @@ def guard(
         for name, option in chosen.items():
             for x in tensors_in(option):
                 check_memory(where, name, x)
-        facts = {**chosen, **_facts(given)}
+        facts = {**chosen, **_facts(given), "prefetched keys": [*ahead]}
         if facts["gradient"] and operation.differentiable is not None:
             _check_saved(where, given)
-        kept = [name for name, x in given.items() if kinds.get(name) and x is not None]
-        _check(operation, shards, facts, {name: cast[name] for name in tensors})
-        alike, lacking = shards.agreement.vote(
-            where,
-            facts,
-            wish=[x if x is None else x.dtype for x in cast.values()],
-            missing=[
-                not shards._gathered.has(kinds[name], given[name], cast[name].dtype)
-                for name in kept
-            ],
-        )
-        if not alike:
-            warnings.warn(
-                f"{where}: torch.autocast: expected the same on all ranks; this call ignores it",
-                stacklevel=4,
-            )
+        _check(operation, shards, facts, cast)
+        if not _agree(where, shards, facts, cast):
             cast = given
-            _check(operation, shards, facts, {name: cast[name] for name in tensors})
-        for name, some_rank_lacks_it in zip(kept, lacking, strict=True):
-            source = sources.get(name, shards)
-            assert isinstance(source, Layout)
-            # Either all ranks gather a kind of keys, or none.
-            if some_rank_lacks_it or not alike:
-                shards._gathered.drop(source, kinds[name])
-            shards._gathered.start(source, kinds[name], given[name], cast[name])
-    return {name: cast[name] for name in tensors}
+            _check(operation, shards, facts, cast)
+        for name, keys in ahead.items():
+            if keys.dtype != cast[name].dtype:
+                expected = f"keys that were prefetched in {cast[name].dtype}, as autocast has it"
+                raise wrong(ValueError, where, name, f"{expected} here", str(keys.dtype))
+    return cast, ahead
+
+
+def send_ahead(
+    where: str, shards: SequenceShards, layout: str, keys: tuple[Tensor, ...]
+) -> tuple[Any, ...]:
+    """The handles of keys that begin to travel, or the keys where a compiler decides when."""
+    named = {f"keys[{i}]": x for i, x in enumerate(keys)}
+    given = _local_tokens(where, shards, layout, named, {})
+    if is_compiling():
+        return keys
+    copies = {name: x.clone() for name, x in given.items()}
+    sent = {name: _cast(x) for name, x in copies.items()}
+    if not _agree(where, shards, _facts(given), sent):
+        sent = copies
+    pairs = zip(keys, copies.values(), sent.values(), strict=True)
+    return tuple(GatheredKeys(shards, x.view(whole.shape), y) for whole, x, y in pairs)
+
+
+def _agree(where: str, shards: SequenceShards, facts: Tensors, cast: Tensors) -> bool:
+    """Whether autocast casts alike on all ranks, which raise where their facts differ."""
+    dtypes = [x if x is None else x.dtype for x in cast.values()]
+    alike = shards.agreement.vote(where, facts, wish=dtypes)
+    if not alike:
+        text = "expected the same on all ranks; this call ignores it"
+        warnings.warn(f"{where}: torch.autocast: {text}", stacklevel=5)
+    return alike
 
 
 def _check_graphs(where: str, shards: SequenceShards) -> None:

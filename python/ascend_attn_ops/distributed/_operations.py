@@ -45,9 +45,8 @@ class Operation:
     """
 
     name: ClassVar[str]
-    # The arguments with keys, and the kinds by which they are kept for the next operator: "" for
-    # none.
-    keys: ClassVar[dict[str, str]]
+    # The arguments with keys.
+    keys: ClassVar[tuple[str, ...]]
     # Keys that the backward alone reads.
     for_backward: ClassVar[tuple[str, ...]] = ()
     # Further arguments that autocast leaves alone.
@@ -158,7 +157,7 @@ class Operation:
 @dataclass(frozen=True, eq=False)
 class Indexer(Operation):
     name: ClassVar[str] = "lightning_indexer"
-    keys: ClassVar[dict[str, str]] = {"key": "key_index"}
+    keys: ClassVar[tuple[str, ...]] = ("key",)
     differentiable: ClassVar[int | None] = 1
 
     deterministic: bool
@@ -180,7 +179,7 @@ class SparseAttention(Operation):
     """sparse_flash_attention; without value, key is the value as well."""
 
     name: ClassVar[str] = "sparse_flash_attention"
-    keys: ClassVar[dict[str, str]] = {"key": "key", "value": "value", "key_rope": "key_rope"}
+    keys: ClassVar[tuple[str, ...]] = ("key", "value", "key_rope")
 
     def _keywords(self, x: Tensors) -> dict[str, Any]:
         value = x["key"] if x.get("value") is None else x["value"]
@@ -212,9 +211,7 @@ class IndexerLoss(Operation):
 
     TRAINED: ClassVar[tuple[str, ...]] = ("query_index", "key_index", "weights")
     name: ClassVar[str] = "lightning_indexer_kl_loss"
-    keys: ClassVar[dict[str, str]] = {
-        "key_index": "key_index", "key": "key", "key_rope": "key_rope",
-    }  # fmt: skip
+    keys: ClassVar[tuple[str, ...]] = ("key_index", "key", "key_rope")
     differentiable: ClassVar[int | None] = None
 
     def check_values(self, part: Rows, x: Tensors) -> None:
@@ -233,7 +230,7 @@ class IndexerLoss(Operation):
 
 @dataclass(frozen=True, eq=False)
 class IndexerLossWithTarget(IndexerLoss):
-    keys: ClassVar[dict[str, str]] = {"key_index": "key_index"}
+    keys: ClassVar[tuple[str, ...]] = ("key_index",)
     never_cast: ClassVar[tuple[str, ...]] = ("weights", "target")
 
     normalize_target: bool
@@ -255,7 +252,7 @@ class DenseAttention(Operation):
     """flash_attention_score; outputs: out (tokens, N, Dv), both statistics (tokens, N, 8)."""
 
     name: ClassVar[str] = "flash_attention_score"
-    keys: ClassVar[dict[str, str]] = dict.fromkeys(("key", "value", "key_rope"), "")
+    keys: ClassVar[tuple[str, ...]] = ("key", "value", "key_rope")
 
     # Among how many the heads are divided, which the operator has to accept.
     ranks: int = 1
@@ -317,7 +314,7 @@ class CompressedAttention(Operation):
     """sparse_flash_mla."""
 
     name: ClassVar[str] = "sparse_flash_mla"
-    keys: ClassVar[dict[str, str]] = {"ori_kv": "", "cmp_kv": ""}
+    keys: ClassVar[tuple[str, ...]] = ("ori_kv", "cmp_kv")
     mode: ClassVar[str] = "cmp_mask_mode"
     indices: ClassVar[str] = "cmp_sparse_indices"
     # The arguments of the attention.
@@ -375,7 +372,7 @@ class AttentionWithLoss(CompressedAttention):
     """sparse_flash_mla_with_indexer_loss."""
 
     name: ClassVar[str] = "sparse_flash_mla_with_indexer_loss"
-    keys: ClassVar[dict[str, str]] = {**CompressedAttention.keys, "key_index": ""}
+    keys: ClassVar[tuple[str, ...]] = (*CompressedAttention.keys, "key_index")
     for_backward: ClassVar[tuple[str, ...]] = ("key_index",)
     never_cast: ClassVar[tuple[str, ...]] = ("weights",)
 
@@ -427,7 +424,7 @@ class Compression(Operation):
     """The arguments of compress_keys."""
 
     name: ClassVar[str] = "compress_keys"
-    keys: ClassVar[dict[str, str]] = {}
+    keys: ClassVar[tuple[str, ...]] = ()
     never_cast: ClassVar[tuple[str, ...]] = ("values", "logits")
 
     def on_meta(self, part: Rows, tensors: Tensors) -> tuple[Tensor, ...]:

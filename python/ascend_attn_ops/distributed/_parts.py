@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
+from ascend_attn_ops.distributed._gathered import GatheredKeys
 from ascend_attn_ops.distributed._guard import without_autocast
 from ascend_attn_ops.distributed._layout import Layout, Rows, sum_dtype
 from ascend_attn_ops.distributed._operations import ONE_TOKEN, SHARED, Operation, Tensors
@@ -19,7 +20,7 @@ from ascend_attn_ops.distributed.shards import SequenceShards
 class Keys:
     """The keys that an operation reads on this rank, gathered from local ones.
 
-    They are `kept` for the next operator, or were `gathered` before.
+    Some have travelled `ahead`, or all were `gathered` before.
     """
 
     def __init__(
@@ -27,8 +28,8 @@ class Keys:
         operation: Operation,
         shards: SequenceShards,
         local: Tensors,
+        ahead: Mapping[str, GatheredKeys] | None = None,
         *,
-        kept: bool = False,
         gathered: bool = False,
     ) -> None:
         self._operation = operation
@@ -36,10 +37,18 @@ class Keys:
         self.full = dict(local)
         if gathered:
             return
+        ahead = ahead or {}
+        # All begin to travel before one is waited for.
+        started = {
+            name: source.start_gather(local[name])
+            for name, source in self.sources.items()
+            if isinstance(source, Layout) and name not in ahead
+        }
         for name, source in self.sources.items():
-            kind = operation.keys[name]
-            if kept and kind and isinstance(source, Layout):
-                self.full[name] = shards._gathered.take(source, kind, local[name])
+            if name in ahead:
+                self.full[name] = ahead[name].wait()
+            elif isinstance(source, Layout):
+                self.full[name] = source.finish_gather(started[name])
             else:
                 self.full[name] = source.gather(local[name])
 
@@ -110,6 +119,7 @@ class RunParts(torch.autograd.Function):
         operation: Operation,
         shards: SequenceShards,
         save_gathered: bool,
+        ahead: Mapping[str, GatheredKeys],
         names: tuple[str, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -117,7 +127,7 @@ class RunParts(torch.autograd.Function):
         queries, local = operation.split(given)
         later = () if save_gathered else operation.for_backward
         read = {name: x for name, x in local.items() if name not in later}
-        keys = Keys(operation, shards, read, kept=True)
+        keys = Keys(operation, shards, read, ahead)
         outputs = run_parts(operation, shards, queries, keys)
         others = (x for i, x in enumerate(outputs) if i != operation.differentiable)
         ctx.mark_non_differentiable(*others)
@@ -138,7 +148,7 @@ class RunParts(torch.autograd.Function):
             own = tuple(y[part.here] for y in outputs)
             return operation.backward(part, x, own, d_out[part.here])
 
-        needed = zip(given, ctx.needs_input_grad[4:], strict=True)
+        needed = zip(given, ctx.needs_input_grad[5:], strict=True)
         wanted = [name for name, needs_gradient in needed if needs_gradient]
         with LimitsOfCall(ctx.limits):
             found = sum_gradients(shards, queries, keys, wanted, gradients)
@@ -146,7 +156,7 @@ class RunParts(torch.autograd.Function):
             if name in local:
                 found[name] = keys.sources[name].collect(found[name])
         operation.finish_backward(shards, queries)
-        return None, None, None, None, *in_dtypes(found, given)
+        return None, None, None, None, None, *in_dtypes(found, given)
 
 
 def in_dtypes(gradients: Tensors, tensors: Tensors) -> list[Tensor | None]:
@@ -156,10 +166,16 @@ def in_dtypes(gradients: Tensors, tensors: Tensors) -> list[Tensor | None]:
     ]
 
 
-def run(operation: Operation, shards: SequenceShards, save_gathered: bool, given: Tensors) -> Any:
+def run(
+    operation: Operation,
+    shards: SequenceShards,
+    save_gathered: bool,
+    given: Tensors,
+    ahead: Mapping[str, GatheredKeys],
+) -> Any:
     """The outputs of the local tokens, differentiable, for the arguments that `guard` returned."""
     with without_autocast(shards):
-        return RunParts.apply(operation, shards, save_gathered, *names_and_tensors(given))
+        return RunParts.apply(operation, shards, save_gathered, ahead, *names_and_tensors(given))
 
 
 def save(

@@ -70,7 +70,7 @@ def compress_keys(
     check_flag(f"ascend::{Compression.name}", "overlap", overlap)
     overlap = bool(overlap)
     tensors = {"values": values, "logits": logits, "position_bias": position_bias}
-    given = guard(Compression({"overlap": overlap}), shards, layout, tensors, options={})
+    given, _ = guard(Compression({"overlap": overlap}), shards, layout, tensors, options={})
     ratio = len(position_bias)
 
     def windows(part: Rows) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def sparse_flash_mla(
         ori_win_right=ori_win_right, deterministic=deterministic,
     )  # fmt: skip
     operation = CompressedAttention(options)
-    given = guard(
+    given, ahead = guard(
         operation, shards, layout,
         {
             "query": query, "cmp_sparse_indices": cmp_sparse_indices, "sink": sink,
@@ -175,7 +175,7 @@ def sparse_flash_mla(
         },
         options={"save_gathered": save_gathered},
     )  # fmt: skip
-    out, softmax_lse = run(operation, shards, save_gathered, given)
+    out, softmax_lse = run(operation, shards, save_gathered, given, ahead)
     return batch_first(out, layout), batch_first(softmax_lse.unsqueeze(0), layout)
 
 
@@ -277,7 +277,7 @@ def sparse_flash_mla_with_indexer_loss(
     weight = indexer_loss_weight if isinstance(indexer_loss_weight, Tensor) else None
     factor = None if isinstance(indexer_loss_weight, Tensor) else float(indexer_loss_weight)
     operation = AttentionWithLoss(options, trained, factor, on_loss, [])
-    given = guard(
+    given, ahead = guard(
         operation, shards, layout,
         {
             "query": query, **selected, **indexer, "sink": sink, "indexer_loss_weight": weight,
@@ -287,5 +287,5 @@ def sparse_flash_mla_with_indexer_loss(
             "factor": factor, "save_gathered": save_gathered, "on_loss": on_loss is not None,
         },
     )  # fmt: skip
-    out, _ = run(operation, shards, save_gathered, given)
+    out, _ = run(operation, shards, save_gathered, given, ahead)
     return batch_first(out, layout)

@@ -124,12 +124,12 @@ def flash_attention_score(
         "key": key, "value": value, "key_rope": key_rope,
     }  # fmt: skip
     ranks = shards.world_size if method == "ulysses" else 1
-    given = guard(
+    given, ahead = guard(
         replace(operation, ranks=ranks), shards, layout, tensors,
         options={"method": method, "save_gathered": save_gathered},
     )  # fmt: skip
     if method == "allgather" or shards.alone:
-        out, *statistics = run(operation, shards, save_gathered, given)
+        out, *statistics = run(operation, shards, save_gathered, given, ahead)
     else:
         with without_autocast(shards):
             if method == "ulysses":

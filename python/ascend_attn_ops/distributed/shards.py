@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, check_tensor, shown
 from ascend_attn_ops._torch import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
-from ascend_attn_ops.distributed._gathered import GatheredKeys
 from ascend_attn_ops.distributed._layout import Gather, Layout, Order, Part, Ranges, Rows
 
 __all__ = ["Part", "SequenceShards"]
@@ -92,7 +91,6 @@ class SequenceShards(Layout):
 
     def _place(self, lengths: tuple[int, ...], parts: Sequence[Sequence[Part]]) -> None:
         super()._place(lengths, parts)
-        self._gathered = GatheredKeys()
         # Calls that the operators have found right; see `guard`.
         self._checked: set[tuple[object, ...]] = set()
         self._compressed: dict[int, SequenceShards] = {}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
 
-from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, shown, wrong
+from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, wrong
 from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
+from ascend_attn_ops.distributed._gathered import GatheredKeys
+from ascend_attn_ops.distributed._guard import batch_first, guard, send_ahead, without_autocast
 from ascend_attn_ops.distributed._layout import Rows, sum_dtype
 from ascend_attn_ops.distributed._operations import (
     Indexer,
@@ -45,12 +45,13 @@ class _GroupLoss(torch.autograd.Function):
         ctx: Any,
         operation: IndexerLoss,
         shards: SequenceShards,
+        ahead: Mapping[str, GatheredKeys],
         names: tuple[str, ...],
         *tensors: Tensor,
     ) -> Tensor:
         given = dict(zip(names, tensors, strict=True))
         queries, local = operation.split(given)
-        keys = Keys(operation, shards, local, kept=True)
+        keys = Keys(operation, shards, local, ahead)
         trained = operation.TRAINED
         losses = []
 
@@ -77,7 +78,34 @@ class _GroupLoss(torch.autograd.Function):
             name: (x * d).to(dtype)
             for name, x, dtype in zip(ctx.trained, ctx.saved_tensors, ctx.dtypes, strict=True)
         }
-        return None, None, None, *(scaled.get(name) for name in ctx.names)
+        return None, None, None, None, *(scaled.get(name) for name in ctx.names)
+
+
+@collective
+def prefetch(*keys: Tensor, shards: SequenceShards, layout: str = "TND") -> tuple[Any, ...]:
+    """Begin to send keys to all ranks, ahead of the calls that read them.
+
+    A collective call. The indexer, the attention and the loss of a layer read the same keys: pass
+    them what this returns, and they travel once, and while the host and the device go on.
+
+    Args:
+        keys: local tokens, (T, ...), or (1, T, ...) in layout BSND.
+        shards: which tokens are local; `shards.compressed(cmp_ratio)` of compressed keys.
+        layout: "TND", or "BSND" with a batch of one.
+
+    Returns:
+        For each tensor, what stands for it as `key`, `value`, `key_rope` or `key_index` in the
+        functions of this module. It holds the keys of all ranks as they are now, until you drop it,
+        and gradients reach the tensor through it. Under torch.compile, where the compiler decides
+        when to communicate, the tensors themselves.
+
+    Raises:
+        As :func:`lightning_indexer`.
+
+    Example:
+        :func:`lightning_indexer_kl_loss` has one.
+    """
+    return send_ahead("ascend::prefetch", shards, layout, keys)
 
 
 @collective
@@ -93,7 +121,6 @@ def lightning_indexer(
     pre_tokens: int = ALL_TOKENS_SPARSE,
     next_tokens: int = ALL_TOKENS_SPARSE,
     return_values: bool = False,
-    prefetch: Iterable[Tensor] = (),
     save_gathered: bool = False,
     cmp_ratio: int = 1,
 ) -> tuple[Tensor, Tensor]:
@@ -114,12 +141,8 @@ def lightning_indexer(
         next_tokens: ignored in modes 0 and 3.
         return_values: also return the scores of the selected keys, through which the call is then
             differentiable.
-        prefetch: the `key`, or the `key` and the `key_rope`, of the
-            :func:`sparse_flash_attention` that follows. They travel while the indexer computes.
-            Under torch.compile the compiler decides when to communicate.
         save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
-        cmp_ratio: how many tokens a key stands for. Above 1 the values have no gradient, and
-            `prefetch` must be empty.
+        cmp_ratio: how many tokens a key stands for. Above 1 the values have no gradient.
 
     Returns:
         sparse_indices, int32, (T, 1, K) or (1, T, 1, K): keys of all ranks, counted from the first
@@ -151,33 +174,19 @@ def lightning_indexer(
         "next_tokens": next_tokens, "return_values": return_values, "cmp_ratio": cmp_ratio,
     }  # fmt: skip
     deterministic = torch.are_deterministic_algorithms_enabled()
-    ahead = _next_keys(prefetch)
     recorded = return_values and torch.is_grad_enabled()
-    if cmp_ratio > 1:
-        if ahead:
-            got = f"{len(ahead)} tensors"
-            raise wrong(ValueError, where, "prefetch", "nothing with cmp_ratio above 1", got)
-        if recorded and any(x.requires_grad for x in (query, key, weights)):
-            expected = "1 where a gradient of the values is required"
-            raise wrong(NotImplementedError, where, "cmp_ratio", expected, str(cmp_ratio))
+    if cmp_ratio > 1 and recorded and any(x.requires_grad for x in (query, key, weights)):
+        expected = "1 where a gradient of the values is required"
+        raise wrong(NotImplementedError, where, "cmp_ratio", expected, str(cmp_ratio))
     operation = Indexer(options, deterministic)
     # The selection alone has no gradient.
     with torch.set_grad_enabled(recorded):
-        given = guard(
+        given, ahead = guard(
             operation, shards, layout, {"query": query, "weights": weights, "key": key},
-            options={"deterministic": deterministic, "save_gathered": save_gathered}, ahead=ahead,
+            options={"deterministic": deterministic, "save_gathered": save_gathered},
         )  # fmt: skip
-        indices, values = run(operation, shards, save_gathered, given)
+        indices, values = run(operation, shards, save_gathered, given, ahead)
     return batch_first(indices, layout), batch_first(values, layout) if return_values else values
-
-
-def _next_keys(prefetch: Iterable[Tensor]) -> dict[str, Tensor]:
-    given = tuple(prefetch) if isinstance(prefetch, Iterable) else None
-    if given is None or isinstance(prefetch, Tensor) or len(given) > 2:
-        got = shown(prefetch) if given is None else f"{len(given)} tensors"
-        expected = "the key, or the key and the key_rope"
-        raise wrong(ValueError, f"ascend::{Indexer.name}", "prefetch", expected, got)
-    return dict(zip(("key", "key_rope"), given, strict=False))
 
 
 @collective
@@ -240,7 +249,8 @@ def sparse_flash_attention(
         >>> out.shape
         torch.Size([8, 32, 512])
     """
-    check_tensor(f"ascend::{SparseAttention.name}", "value", value)
+    if value is not key and not isinstance(value, GatheredKeys):
+        check_tensor(f"ascend::{SparseAttention.name}", "value", value)
     options = {
         "scale_value": scale_value, "sparse_block_size": sparse_block_size,
         "sparse_mode": sparse_mode,
@@ -248,7 +258,7 @@ def sparse_flash_attention(
         "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
     }  # fmt: skip
     operation = SparseAttention(options)
-    given = guard(
+    given, ahead = guard(
         operation, shards, layout,
         {
             "query": query, "sparse_indices": sparse_indices, "query_rope": query_rope,
@@ -256,7 +266,7 @@ def sparse_flash_attention(
         },
         options={"save_gathered": save_gathered},
     )  # fmt: skip
-    out, *statistics = run(operation, shards, save_gathered, given)
+    out, *statistics = run(operation, shards, save_gathered, given, ahead)
     softmax_max, softmax_sum = (batch_first(x.unsqueeze(0), layout) for x in statistics)
     return batch_first(out, layout), softmax_max, softmax_sum
 
@@ -336,9 +346,10 @@ def lightning_indexer_kl_loss(
         >>> latent, key_rope = local(1, 512), local(1, 64)
         >>> query, query_rope = local(32, 512), local(32, 64)
         >>> q_index, k_index, weights = local(8, 128).requires_grad_(), local(1, 128), local(8)
+        >>> k_index, latent, key_rope = distributed.prefetch(
+        ...     k_index, latent, key_rope, shards=shards)
         >>> indices, _ = distributed.lightning_indexer(
-        ...     q_index, k_index, weights, shards=shards, sparse_count=1024,
-        ...     prefetch=(latent, key_rope))
+        ...     q_index, k_index, weights, shards=shards, sparse_count=1024)
         >>> attention = {"query_rope": query_rope, "key_rope": key_rope, "scale_value": 192**-0.5}
         >>> out, *statistics = distributed.sparse_flash_attention(
         ...     query, latent, latent, indices, shards=shards, **attention)
@@ -365,7 +376,7 @@ def lightning_indexer_kl_loss(
         check_tensor(where, "sparse_indices", sparse_indices)
         options["cmp_ratio"] = check_count(where, "cmp_ratio", cmp_ratio, least=1)
         operation = IndexerLossWithTarget(options, bool(normalize_target))
-    given = guard(
+    given, ahead = guard(
         operation, shards, layout,
         {
             "query_index": query_index, "weights": weights, "sparse_indices": sparse_indices,
@@ -381,11 +392,7 @@ def lightning_indexer_kl_loss(
     learning = operation.TRAINED if torch.is_grad_enabled() else ()
     leaves = {name: x if x is None or name in learning else x.detach() for name, x in given.items()}
     with without_autocast(shards):
-        loss = _GroupLoss.apply(operation, shards, *names_and_tensors(leaves))
-    # The loss reads the keys of a layer last.
-    if not is_compiling():
-        for kind in operation.keys.values():
-            shards._gathered.drop(shards, kind)
+        loss = _GroupLoss.apply(operation, shards, ahead, *names_and_tensors(leaves))
     if reduction == "sum":
         return normalized(loss, normalizer)
     if token_weight is None:
