@@ -26,6 +26,7 @@ class _Options(NamedTuple):
     attention: dict[str, Any]
     indexer: dict[str, Any]
     weight: Any  # None for a tensor, which is saved
+    token_weight: Tensor | None
     on_results: Callable[[Tensor, Tensor], Tensor | None] | None
 
 
@@ -60,6 +61,8 @@ class _AttentionWithLoss(torch.autograd.Function):
         d_query, d_ori_kv, d_cmp_kv, d_sink, target = sparse_flash_mla_grad(
             query, ori_kv, cmp_kv, indices, d_out, out, lse, sink=sink, **options.attention
         )
+        if options.token_weight is not None:
+            target = target * options.token_weight.view(*target.shape[:-2], 1, 1)
         d_indexer: list[Tensor | None] = [None, None, None]
         d_probe = None
         if any(ctx.needs_input_grad[4:7]):
@@ -195,11 +198,13 @@ def attention_with_indexer_loss(
     on_results: Callable[[Tensor, Tensor], Tensor | None] | None,
     sink: Tensor | None,
     probe: Tensor | None = None,
+    token_weight: Tensor | None = None,
     **attention: Any,
 ) -> Tensor:
     """sparse_flash_mla_with_indexer_loss, which tells `on_results` the target and the softmax.
 
     What it returns becomes the gradient of `probe`, a scalar: a compiled backward tells it so.
+    `token_weight` has a factor of each row's loss, not under torch.compile.
     """
     weight = indexer_loss_weight
     check_loss_weight(_NAME, weight)
@@ -215,7 +220,7 @@ def attention_with_indexer_loss(
     }
     indexer = {name: attention[of] for name, of in names.items() if of in attention}
     factor = None if isinstance(weight, Tensor) else float(weight)
-    options = _Options(attention, indexer, factor, on_results)
+    options = _Options(attention, indexer, factor, token_weight, on_results)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, ori_kv, cmp_kv, query_index, key_index = (

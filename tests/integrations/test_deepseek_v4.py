@@ -133,11 +133,29 @@ def test_a_bfloat16_model() -> None:
     assert difference < 0.05
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_refused(side: str) -> None:
+def test_padding_behind_the_text_changes_nothing() -> None:
+    eager, ours = pair()
+    text, padded = tokens(), padding("right")
+    valid = padded["attention_mask"].bool()
+    expected, actual = (model(text, use_cache=False, **padded).logits for model in (eager, ours))
+    torch.testing.assert_close(actual[valid], expected[valid], **CLOSE)
+    found = []
+    for arguments, tokens_ in ((padding("right", 1), tokens(1)), ({}, tokens(1)[:, :-7])):
+        ours.zero_grad()
+        labels = tokens_.masked_fill(arguments.get("attention_mask", tokens_) == 0, -100)
+        ours(tokens_, labels=labels, **arguments).loss.backward()
+        found.append(({x: y.grad for x, y in ours.named_parameters()}, ours.indexer_losses()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+def test_padding_before_the_text_or_beside_a_cache_is_refused() -> None:
     _, ours = pair()
-    with pytest.raises(NotImplementedError, match="compress padding as if it were text"):
-        ours(tokens(), **padding(side))
+    cache = transformers.DynamicCache(config=ours.config)
+    for side, more in (("left", {}), ("right", {"past_key_values": cache})):
+        with pytest.raises(NotImplementedError, match="compress padding as if it were text"):
+            ours(tokens(), **padding(side), **more)
+    with pytest.raises(NotImplementedError, match=r"past_key_values: .* pass use_cache=False"):
+        ours(tokens(), position_ids=packing()["position_ids"], past_key_values=cache)
 
 
 def test_options_that_its_layers_have_not() -> None:

@@ -284,6 +284,8 @@ REFUSED = {
     "Inkling2": r"the models of Inkling2TextConfig compute their attention themselves",
     "DeepSeek-V4": r"DeepseekV4Config has an indexer or compressed keys; .* enable_dsa\(model\)",
     "DeepSeek-V3.2": r"DeepseekV32Config has an indexer or .* enable_dsa\(model\)",
+    "A.X-K2": r"AXK2Config has an indexer or .* enable_dsa\(model\)",
+    "HY-V4": r"HYV4Config has an indexer or .* of a kind that this library does not compute",
     "GLM-MoE-DSA": r"GlmMoeDsaConfig has an indexer or .* enable_dsa\(model\)",
 }
 

@@ -26,7 +26,7 @@ every_model = pytest.mark.parametrize("name", [*SPARSE, "DeepSeek-V4"])
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture(params=SPARSE)
+@pytest.fixture(params=[*SPARSE, pytest.param("A.X-K2", marks=nightly)])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -56,6 +56,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("name", [*SPARSE, "A.X-K2"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_logits_and_gradients_are_those_of_eager(name: str, batch: str) -> None:
     arguments = BATCHES[batch]
@@ -370,6 +371,8 @@ def test_mask_of_all_pairs(name: str) -> None:
 def test_wrong_models_say_what_to_do(name: str) -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has none; .* register\(\)"):
         enable_dsa(make("Llama"))
+    with pytest.raises(ValueError, match=r"HYV4ForCausalLM has none; its indexer .* not compute"):
+        enable_dsa(make("HY-V4"))
     with pytest.raises(NotImplementedError, match=r"attention_dropout: expected 0, got 0\.1"):
         enable_dsa(make(name, attention_dropout=0.1))
     wrapped = make(name)

@@ -54,6 +54,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "Inkling2": ("Inkling2ForCausalLM", _DENSE),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _SPARSE),
+    "A.X-K2": ("AXK2ForCausalLM", {**_SPARSE, "num_local_experts": 4, "gated_norm_rank": 8}),
+    "HY-V4": ("HYV4ForCausalLM", _SPARSE),
     "GLM-MoE-DSA": ("GlmMoeDsaForCausalLM", {
         **_SPARSE, "indexer_types": ["full", "shared", "full"],
     }),

@@ -162,15 +162,16 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         )  # fmt: skip
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in indexer.parameters()):
             return ops.sparse_flash_mla(*keys, indices, **attention)[0]
-        rows = hidden_states.shape[:-1].numel()
+        valid = batch.tokens.valid
+        rows = hidden_states.shape[:-1].numel() if valid is None else valid.sum().clamp(min=1)
         return attention_with_indexer_loss(
             *keys, indices, *indexed, **attention,
             indexer_loss_weight=self.dsa.options.indexer_loss_weight / rows,
-            on_results=partial(_mean_loss, rows), probe=self.dsa.probe,
+            on_results=partial(_mean_loss, rows), probe=self.dsa.probe, token_weight=valid,
         )  # fmt: skip
 
 
-def _mean_loss(rows: int, target: Tensor, softmax: Tensor) -> Tensor:
+def _mean_loss(rows: int | Tensor, target: Tensor, softmax: Tensor) -> Tensor:
     # Less the entropy of a row's share: so it is no less than 0, and has the same gradient.
     mass = target.sum(-1)
     return (indexer_loss(target, softmax) - torch.xlogy(mass, mass).sum()) / rows

@@ -20,6 +20,7 @@ from ascend_attn_ops._npu_graphs import captures
 from ascend_attn_ops._packing import begins_of_runs, without_empty
 from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.integrations.transformers import _paged
+from ascend_attn_ops.integrations.transformers._layers import ANOTHER_INDEXER, SERVED
 from ascend_attn_ops.integrations.transformers._sequences import (
     Sequences,
     ends_of,
@@ -188,9 +189,10 @@ def mask(
         _once.begin()
     layer_types = getattr(config, "layer_types", None) or ()
     if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
+        what = "load the model with another implementation and call enable_dsa(model)"
         raise NotImplementedError(
             f'attn_implementation="{NAME}": {type(config).__name__} has an indexer or compressed '
-            "keys; load the model with another implementation and call enable_dsa(model)"
+            f"keys; {what if config.model_type in SERVED else ANOTHER_INDEXER}"
         )
     config_class: Any = type(config)
     if config is not None and not _lets_attention_be_chosen(config_class):

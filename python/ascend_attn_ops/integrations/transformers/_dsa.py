@@ -14,13 +14,20 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.integrations.transformers import _sequences
-from ascend_attn_ops.integrations.transformers._layers import EnabledAttention, Options, Tokens
+from ascend_attn_ops.integrations.transformers._layers import (
+    ANOTHER_INDEXER,
+    EnabledAttention,
+    Options,
+    Tokens,
+)
 
 # For each class of layers, the class here that it becomes, whose module is imported only then.
 _DEEPSEEK = "transformers.models.deepseek_v32.modeling_deepseek_v32"
 _DEEPSEEK_V4 = "transformers.models.deepseek_v4.modeling_deepseek_v4"
 _GLM = "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa"
+_AXK2 = "transformers.models.axk2.modeling_axk2"
 _LAYERS = {
+    (_AXK2, "AXK2Attention"): ("_axk2", "AXK2SparseAttention"),
     (_DEEPSEEK, "DeepseekV32Attention"): ("_deepseek_v32", "DeepseekV32SparseAttention"),
     (_DEEPSEEK_V4, "DeepseekV4Attention"): ("_deepseek_v4", "DeepseekV4CompressedAttention"),
     (_GLM, "GlmMoeDsaAttention"): ("_glm_moe_dsa", "GlmMoeDsaSparseAttention"),
@@ -51,7 +58,7 @@ def enable_dsa(
     dense_warmup: bool = False,
     indexer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Let DeepSeek-V3.2, DeepSeek-V4 or GLM-MoE-DSA attend, and train indexers, by our operators.
+    """Let DeepSeek-V3.2, DeepSeek-V4, GLM-MoE-DSA or A.X-K2 attend, and train their indexers.
 
     Changes the model in place: every attention layer becomes absorbed attention over the keys that
     :func:`ascend_attn_ops.lightning_indexer` selects, without a mask or scores of all pairs. Where
@@ -69,9 +76,10 @@ def enable_dsa(
     pairs of tokens, and generate() left padding, as everywhere.
 
     In DeepSeek-V4 every layer attends to a window, to compressed keys and to a sink by
-    :func:`ascend_attn_ops.sparse_flash_mla`. Padding, which it would compress as if it were text,
-    is refused, and packed sequences are compressed each by itself: transformers compresses across
-    them. The indexers learn in the backward, from the weights on the keys that they selected
+    :func:`ascend_attn_ops.sparse_flash_mla`. Padding before a text, which it would compress as if
+    it were text, is refused, and packed sequences are compressed each by itself: transformers
+    compresses across them. Neither packs nor padding behind a text make a cache. The indexers
+    learn in the backward, from the weights on the keys that they selected
     (:func:`ascend_attn_ops.sparse_flash_mla_with_indexer_loss`); there is no dense warm-up.
 
     The model gets a method ``indexer_losses()``: for each layer with an indexer, by its number,
@@ -122,9 +130,15 @@ def enable_dsa(
     ]
     if not layers:
         names = ", ".join(name for _, name in _LAYERS)
+        indexed = any(getattr(module, "indexer", None) is not None for module in model.modules())
+        what = (
+            ANOTHER_INDEXER
+            if indexed
+            else ('for dense models call register() and use attn_implementation="ascend"')
+        )
         raise ValueError(
             f"enable_dsa: model: expected attention layers of {names}, and {type(model).__name__} "
-            'has none; for dense models call register() and use attn_implementation="ascend"'
+            f"has none; {what}"
         )
     options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
     for layer in layers:
@@ -267,13 +281,16 @@ def _describe_tokens(
     kwargs = {**kwargs, **dict(zip(_ARGUMENTS[: len(args)], args, strict=True))}
     for layer in base.layers:
         layer.self_attn.dsa.loss = None
-    sequences, keys = (_sequences_of if takes_padding else _unpadded)(base, kwargs)
-    every_key = None
+    every_key = valid = None
+    if takes_padding:
+        sequences, keys = _sequences_of(base, kwargs)
+    else:
+        (sequences, valid), keys = _unpadded(base, kwargs), 0
     if dense_warmup:
         if kwargs.get("inputs_embeds") is not None:
             kwargs["inputs_embeds"] = _start_gradients(base, (), kwargs["inputs_embeds"])
         every_key = _sequences.every_key(sequences, _input_of(kwargs), keys)
-    return (), {**kwargs, "attention_mask": {_MASK: Tokens(sequences, every_key)}}
+    return (), {**kwargs, "attention_mask": {_MASK: Tokens(sequences, every_key, valid)}}
 
 
 def _input_of(kwargs: dict[str, Any]) -> Tensor:
@@ -315,26 +332,35 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     return _sequences.padded(valid, queries, offset), keys
 
 
-def _unpadded(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequences | None, int]:
-    """As _sequences_of, for layers that take neither padding nor packs beside a cache."""
+def _unpadded(
+    base: Any, kwargs: dict[str, Any]
+) -> tuple[_sequences.Sequences | None, Tensor | None]:
+    """The sequences of a pack, or the tokens that are no padding, for layers that compress keys.
+
+    They take neither beside a cache, nor padding before tokens.
+    """
     queries = _input_of(kwargs).shape[1]
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    if mask is not None and (mask.ndim != 2 or is_compiling() or not bool(mask.all())):
-        raise NotImplementedError(
-            "enable_dsa: attention_mask: DeepSeek-V4 would compress padding as if it were text; "
-            "pass sequences of one length, or packed ones, and no mask under torch.compile"
-        )
-    found = _packed(base, kwargs, queries, 0)
-    if found is None:
-        return None, queries
-    if cache is not None:
+    valid = None
+    if mask is not None and not (mask.ndim == 2 and not is_compiling() and bool(mask.all())):
+        if mask.ndim == 2 and not is_compiling() and cache is None:
+            valid = mask.to(_input_of(kwargs).device, torch.bool)
+        if valid is None or bool((valid.int().diff(dim=-1) > 0).any()):
+            raise NotImplementedError(
+                "enable_dsa: attention_mask: DeepSeek-V4 would compress padding as if it were "
+                "text; pass sequences of one length, padding behind them and no cache, or packed "
+                "sequences, and no mask under torch.compile"
+            )
+    found = _packed(base, kwargs, queries, 0) if valid is None else None
+    if found is not None and cache is not None:
         raise NotImplementedError(
             "enable_dsa: past_key_values: DeepSeek-V4 compresses packed sequences each by itself, "
             "and a cache has one for all; pass use_cache=False"
         )
+    if found is not None or valid is not None:
+        kwargs["use_cache"] = False
     # Compressed keys begin anew in each sequence, on the host.
-    kwargs["use_cache"] = False
-    return _sequences.on_host(found), queries
+    return None if found is None else _sequences.on_host(found), valid
 
 
 def _packed(

@@ -11,6 +11,13 @@ from torch.compiler import is_compiling
 
 from ascend_attn_ops.integrations.transformers._sequences import Sequences
 
+# Models by their model_type. Others derive from them, with sinks, shared keys or other windows.
+SERVED = frozenset({"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"})
+ANOTHER_INDEXER = (
+    "its indexer or attention is of a kind that this library does not compute: load the model with "
+    'another implementation, such as "eager", and leave it so'
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -55,10 +62,12 @@ class Tokens:
     Attributes:
         sequences: of layout TND; None for BSND without padding.
         every_key: in the dense warm-up the selection of all keys, (tokens..., 1, K).
+        valid: (B, S), False for padding behind the tokens, for layers without sequences for it.
     """
 
     sequences: Sequences | None
     every_key: Tensor | None
+    valid: Tensor | None = None
 
     def arrange(self, x: Tensor) -> Tensor:
         """(B, S, ...) in the layout of the operators."""

@@ -81,9 +81,9 @@ class SparseAttention(EnabledAttention):
         if options.dense_warmup:
             hidden_states = hidden_states.detach()
 
-        compressed_query = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        compressed_query, query, gate = self._query(hidden_states)
         query, query_rope, latent, key_rope = self._project(
-            hidden_states, compressed_query, position_embeddings
+            hidden_states, query, position_embeddings
         )
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
@@ -116,8 +116,10 @@ class SparseAttention(EnabledAttention):
 
         _, value_weight = self._absorbed_weights()
         batch, length = hidden_states.shape[:-1]
-        values = torch.einsum("...nc,nvc->...nv", out, value_weight)
-        output = self.o_proj(values.reshape(batch, length, -1))
+        values = torch.einsum("...nc,nvc->...nv", out, value_weight).reshape(batch, length, -1)
+        if gate is not None:
+            values = (values * torch.sigmoid(gate.flatten(-2).float())).to(values.dtype)
+        output = self.o_proj(values)
 
         if indexed is not None and self._learns(past_key_values):
             loss = self._loss(indexed, query, latent, indices, statistics, attention, tokens)
@@ -144,14 +146,20 @@ class SparseAttention(EnabledAttention):
         weight = weight.view(self.num_heads, sum(sizes), self.kv_lora_rank)
         return list(weight.split(sizes, dim=1))
 
+    def _query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the indexer reads, (B, S, rank), the query and a gate of the output, (B, S, N, size)
+        each."""
+        compressed = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        query = self.q_b_proj(compressed).unflatten(-1, (self.num_heads, self.qk_head_dim))
+        return compressed, query, None
+
     def _project(
         self,
         hidden_states: Tensor,
-        compressed_query: Tensor,
+        query: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query and its rope, (B, S, N, size); latent and its rope, (B, 1, S, size)."""
-        query = self.q_b_proj(compressed_query).unflatten(-1, (self.num_heads, self.qk_head_dim))
         query, query_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         key_weight, _ = self._absorbed_weights()
         query = torch.einsum("bsnd,ndc->bsnc", query, key_weight)
