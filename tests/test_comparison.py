@@ -162,9 +162,12 @@ def test_calls_too_large_for_the_reference_are_counted(monkeypatch: pytest.Monke
     assert "not compared: flash_attention_score: more than" in str(report)
 
 
-def test_a_compiled_function_is_compared_as_it_runs() -> None:
-    compiled = torch.compile(lambda query: attend(query) * 2, backend="aot_eager")
-    compiled(QUERY)
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_compiled_function_is_compared_as_it_runs(compiled_before: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda query: attend(query) * 2, backend="aot_eager", fullgraph=True)
+    if compiled_before:
+        compiled(QUERY)
     with ops.compare() as report:
         compiled(QUERY)
     assert report.compared == {"flash_attention_score": 1}

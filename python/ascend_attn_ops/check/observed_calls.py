@@ -42,6 +42,11 @@ class CallObserver(TorchDispatchMode):
         super().__init__()
         self._name = name
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch 2.13 and later compile and run compiled code in the block."""
+        return True
+
     @abstractmethod
     def observe(self, call: Call, run: Callable[[], Any]) -> Any:
         """Return what `run` returns, which calls the operator."""
