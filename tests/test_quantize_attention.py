@@ -174,6 +174,20 @@ def test_empty_tensors() -> None:
     assert inputs.query.shape == (2, 4, 0, 32)
 
 
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(quantize_attention_inputs, backend="aot_eager", fullgraph=True)
+    tensors = qkv(dtype=dtype)
+    expected = quantize_attention_inputs(*tensors, scale_dtype=scale_dtype)
+    actual = compiled(*tensors, scale_dtype=scale_dtype)
+    assert all(map(torch.equal, actual, expected))
+    tensors[1][0] = torch.inf
+    with pytest.raises(RuntimeError, match="expected finite elements"):
+        compiled(*tensors, scale_dtype=scale_dtype)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_elements_that_are_not_finite(index: int, bad: float) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ascend_attn_ops._arguments import check_memory, check_tensor, shown, wrong
+from ascend_attn_ops._torch import assert_async
 
 _NAME = "ascend::quantize_attention_inputs"
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
@@ -79,27 +80,31 @@ def quantize_attention_inputs(
         expected = "torch.float32 or torch.uint64"
         raise wrong(TypeError, _NAME, "scale_dtype", expected, shown(scale_dtype))
     tensors = {"query": query, "key": key, "value": value}
+    largest = _largest(tensors)
     s_query, s_key, s_value = (
-        max(largest / _LARGEST, _SMALLEST_SCALE) if largest else 1.0
-        for largest in _largest(tensors)
+        (largest / _LARGEST).clamp(min=_SMALLEST_SCALE).where(largest > 0, 1.0).unbind()
     )
     deq_scale1 = _rounded_up(s_query * s_key, scale_dtype)
     deq_scale2 = _rounded_up(s_value / _LARGEST, scale_dtype)
     return QuantizedAttentionInputs(
         query=_to_int8(query, s_query),
-        key=_to_int8(key, deq_scale1 / s_query),
-        value=_to_int8(value, deq_scale2 * _LARGEST),
+        key=_to_int8(key, deq_scale1.double() / s_query),
+        value=_to_int8(value, deq_scale2.double() * _LARGEST),
         deq_scale1=_scale(deq_scale1, scale_dtype, query.device),
-        quant_scale1=_scale(_LARGEST, torch.float32, query.device),
+        quant_scale1=torch.full((1,), _LARGEST, device=query.device),
         deq_scale2=_scale(deq_scale2, scale_dtype, query.device),
     )
 
 
-def _largest(tensors: dict[str, Tensor]) -> list[float]:
-    """Return the largest absolute value of each tensor, 0 for an empty one."""
+def _largest(tensors: dict[str, Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor, 0 for an empty one; on the host in eager.
+
+    Compiled code does not read it, and checks it when it runs.
+    """
     for name, tensor in tensors.items():
         check_tensor(_NAME, name, tensor)
-        check_memory(_NAME, name, tensor)
+        if not is_compiling():
+            check_memory(_NAME, name, tensor)
         if tensor.dtype not in _DTYPES:
             expected = "dtype float16, bfloat16 or float32"
             raise wrong(TypeError, _NAME, name, expected, str(tensor.dtype))
@@ -110,41 +115,33 @@ def _largest(tensors: dict[str, Tensor]) -> list[float]:
         expected = "elements to read"
         raise wrong(NotImplementedError, _NAME, "query", expected, "a tensor on the device meta")
     values = [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors.values()]
-    largest: list[float] = torch.stack([x.float() for x in values]).tolist()
-    for name, value in zip(tensors, largest, strict=True):
+    largest = torch.stack([x.float() for x in values])
+    if is_compiling():
+        assert_async(largest.isfinite().all(), f"{_NAME}: expected finite elements")
+        return largest.double()
+    for name, value in zip(tensors, largest.tolist(), strict=True):
         if not math.isfinite(value):
             raise wrong(ValueError, _NAME, name, "finite elements", str(value))
-    return largest
+    return largest.cpu().double()
 
 
-def _to_int8(x: Tensor, scale: float) -> Tensor:
+def _to_int8(x: Tensor, scale: Tensor) -> Tensor:
     return x.to(torch.float32, copy=True).div_(scale).round_().to(torch.int8)
 
 
-def _rounded_up(scale: float, dtype: torch.dtype) -> float:
+def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the smallest scale of at least `scale` that the operator can read from `dtype`."""
     unused = (1 << _UNUSED_BITS[dtype]) - 1
-    try:
-        bits = _bits(max(scale, _SMALLEST_SCALE))
-        if _float(bits) < scale:
-            bits += 1
-        rounded = _float((bits + unused) & ~unused)
-    except OverflowError:
-        rounded = math.inf
-    if not math.isfinite(rounded):
+    nearest = scale.clamp(min=_SMALLEST_SCALE).float()
+    bits = nearest.view(torch.int32) + (nearest < scale)
+    rounded = ((bits + unused) & ~unused).view(torch.float32)
+    if not is_compiling() and not rounded.isfinite():
         expected = f"elements whose scale times query's is finite in {dtype}"
-        raise wrong(ValueError, _NAME, "key", expected, f"a product of {scale:.3g}")
+        raise wrong(ValueError, _NAME, "key", expected, f"a product of {float(scale):.3g}")
     return rounded
 
 
-def _bits(x: float) -> int:
-    return int(struct.unpack("<I", struct.pack("<f", x))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
-
-
-def _scale(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    number = _bits(value) if dtype == torch.uint64 else value
-    return torch.tensor([number], dtype=dtype, device=device)
+def _scale(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype == torch.uint64:
+        value = value.view(torch.int32).long().view(torch.uint64)
+    return value.reshape(1).to(device)
