@@ -11,6 +11,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.__main__ import main
+from ascend_attn_ops._arguments import bytes_in
 from ascend_attn_ops.check import recorded_calls
 from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
 from ascend_attn_ops.recording import replay
@@ -200,6 +201,12 @@ def test_backward_is_recorded(tmp_path: Path) -> None:
         "flash_attention_score.safetensors", "flash_attention_score_grad.safetensors",
     ]  # fmt: skip
     assert all(replay(x).same_as_recorded for x in files)
+
+
+def test_a_size_means_one_thing() -> None:
+    """In the command, too."""
+    sizes = {"20KB": 20_000, "200MB": 2 * 10**8, "1.5 GB": 15 * 10**8, "2gb": None, "2": None}
+    assert {x: bytes_in(x) for x in sizes} == sizes
 
 
 def test_files_stay_within_the_limit(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ascend_attn_ops import masks, report
+from ascend_attn_ops._arguments import bytes_in
 from ascend_attn_ops._operators import ALL_TOKENS
 from ascend_attn_ops.check.results import language_of_locale
 from ascend_attn_ops.device_limits import Device, device_in_force, parse
@@ -70,12 +71,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _bytes(text: str) -> int:
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-    number, unit = text[:-2], text[-2:].upper()
-    try:
-        size = int(float(number) * units[unit])
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text}") from None
+    size = bytes_in(text.upper())
+    if size is None:
+        raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text}")
     return size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import sys
 import warnings
@@ -21,6 +22,7 @@ _LONGEST = 100  # characters of a value in a message
 _WHOLE = (int, torch.SymInt)
 _LARGEST_FLOAT = int(sys.float_info.max)
 INT64_MAX = 2**63 - 1
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -158,6 +160,12 @@ def check_memory(function: str, argument: str, x: Tensor) -> None:
     got = f"one of {x.untyped_storage().nbytes()} bytes for shape {list(x.shape)} and strides "
     got += f"{list(x.stride())} at offset {x.storage_offset()}; FSDP and resize_() free memory"
     raise wrong(ValueError, function, argument, "a storage that holds every element", got)
+
+
+def bytes_in(size: object) -> int | None:
+    """The bytes of a size such as "200MB" or "1.5 GB"; None of anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", size) if isinstance(size, str) else None
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
 def tensors_in(x: object) -> Iterator[Tensor]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ascend_attn_ops._arguments import refuse_traces, shown, wrong
+from ascend_attn_ops._arguments import bytes_in, refuse_traces, shown, wrong
 
 if TYPE_CHECKING:
     from ascend_attn_ops.check.recorded_calls import Replayed, When
 
 _NAME = "ascend_attn_ops.record"
-_UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 
 @contextmanager
@@ -60,7 +58,9 @@ def record(folder: str | Path, when: When = "raises", limit: str = "200MB") -> I
     refuse_traces(_NAME)
     if when not in ("differs", "raises", "always"):
         raise wrong(ValueError, _NAME, "when", "'differs', 'raises' or 'always'", shown(when))
-    most = _bytes(limit)
+    most = bytes_in(limit)
+    if most is None:
+        raise wrong(ValueError, _NAME, "limit", "a size such as '200MB'", shown(limit))
     # Imported when used: the samples take as long as the package.
     from ascend_attn_ops.check.recorded_calls import Recording, safetensors_of
 
@@ -89,10 +89,3 @@ def replay(file: str | Path, device: str = "cpu") -> Replayed:
     from ascend_attn_ops.check import recorded_calls
 
     return recorded_calls.replay(file, device)
-
-
-def _bytes(limit: str) -> int:
-    found = re.fullmatch(r"(\d+) ?(KB|MB|GB)", limit) if isinstance(limit, str) else None
-    if found is None:
-        raise wrong(ValueError, _NAME, "limit", "a size such as '200MB'", shown(limit))
-    return int(found[1]) * _UNITS[found[2]]

@@ -81,7 +81,7 @@ class Recording(CallObserver):
         tensors |= {f"outputs.{name}": x.detach().cpu().contiguous() for name, x in outputs.items()}
         size = sum(x.nbytes for x in tensors.values())
         if size > self._left:
-            self._end(f"limit: {call} takes {size / 2**20:.0f} MiB")
+            self._end(f"limit: {call} takes {size / 10**6:.0f} MB")
             return None
         device = device_in_force()
         content = {
