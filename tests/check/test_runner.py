@@ -29,6 +29,20 @@ def verdicts(path: Path) -> dict[str, str]:
     return {x.id.partition("/")[2]: x.verdict for x in results.read(path)[1]}
 
 
+def test_the_cpu_is_checked_where_no_torch_npu_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", "--hang", "3", "--only", "succeed"]
+    monkeypatch.setattr(command._library, "npu_module", lambda: None)
+    monkeypatch.setattr(command._library, "npu_unavailable", "no libascendcl.so")
+    monkeypatch.setattr(command.importlib.util, "find_spec", {"torch_npu": True}.get)
+    with pytest.raises(SystemExit, match=r"--device: expected cpu or .* none: no libascendcl\.so"):
+        main(arguments)
+    monkeypatch.setattr(command.importlib.util, "find_spec", {}.get)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("device: cpu\n")
+
+
 def test_a_crash_and_a_hang_are_lines(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert check("--json", report) == 1

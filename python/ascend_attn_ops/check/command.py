@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -29,9 +30,10 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     """
     if options.compare:
         return files.compare(*options.compare)
-    device = options.device or ("cpu" if _library.npu_module() is None else "npu:0")
+    device = options.device or _device()
     if options.replay:
         return _replay(options.replay, device)
+    print(f"device: {device}")
     if options.recorded and not files_in(options.recorded):
         raise SystemExit(
             f"--recorded: expected a folder with {' or '.join(PATTERNS)}, got {options.recorded}"
@@ -90,6 +92,17 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
         print(f"written: {target}")
     lines.close(remove=True)
     return 0 if finished and all(result.verdict != "differs" for result in results) else 1
+
+
+def _device() -> str:
+    """The NPU, or the CPU where no torch_npu is installed."""
+    if _library.npu_module() is not None:
+        return "npu:0"
+    if importlib.util.find_spec("torch_npu") is None:
+        return "cpu"
+    raise SystemExit(
+        f"--device: expected cpu or an NPU that can be used, got none: {_library.npu_unavailable}"
+    )
 
 
 def _replay(paths: Sequence[Path], device: str) -> int:
