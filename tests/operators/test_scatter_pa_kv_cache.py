@@ -443,3 +443,9 @@ def test_forward_mode_is_refused() -> None:
             forward_ad.make_dual(key, key), key_cache, torch.tensor([0, 1])
         )
     assert not key_cache.any()
+
+
+def test_the_order_of_torch_npu_is_named() -> None:
+    key, cache = torch.zeros(2, 1, 64), torch.zeros(4, 16, 1, 64)
+    with pytest.raises(TypeError, match=r"slot_mapping: expected whole numbers .* another order"):
+        ops.scatter_pa_kv_cache_(key, key, cache, cache, torch.tensor([5, 63]))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ascend_attn_ops._arguments import shown, wrong
 from ascend_attn_ops._operators import Operator
 
 _OPERATOR = Operator("scatter_pa_kv_cache_")
@@ -107,6 +108,11 @@ def scatter_pa_kv_cache_(
 
     Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """
+    if isinstance(slot_mapping, Tensor) and slot_mapping.is_floating_point():
+        expected = "whole numbers behind key and key_cache (torch_npu has another order)"
+        raise wrong(
+            TypeError, "ascend::scatter_pa_kv_cache_", "slot_mapping", expected, shown(slot_mapping)
+        )
     return _OPERATOR.call(
         key, key_cache, slot_mapping, value, value_cache, compress_lens, compress_seq_offset,
         seq_lens, cache_mode, scatter_mode, strides, offsets,
