@@ -11,7 +11,7 @@ from typing import Any
 class Patch:
     """Changes that an error in its block undoes at once, and `undo` later.
 
-    What someone else has changed since stays as it is. A copy, as of a model, undoes its own.
+    A later change by someone else stays. A copy, as of a model, undoes its own.
     """
 
     def __init__(self) -> None:

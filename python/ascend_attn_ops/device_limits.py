@@ -85,13 +85,7 @@ def set_limits(product: str | None, cann: Cann | None = None) -> None:
     environment variable ``ASCEND_ATTN_OPS_LIMITS`` sets when the package is imported. A notebook
     or a script calls it once at its beginning.
 
-    Args:
-        product: as in `limits`.
-        cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
-
-    Raises:
-        TypeError: a product or version is neither a string nor None.
-        ValueError: for an unknown product or version.
+    Args and errors are those of :class:`limits`.
 
     Example:
         >>> import torch, ascend_attn_ops

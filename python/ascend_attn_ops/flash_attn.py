@@ -211,8 +211,6 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_func` of query, key and value in one tensor.
 
-    The other arguments and the results are those of :func:`flash_attn_func`.
-
     Args:
         qkv: (batch_size, seqlen, 3, nheads, headdim): query, key, value.
     """
@@ -236,8 +234,6 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_func` of key and value in one tensor.
-
-    The other arguments and the results are those of :func:`flash_attn_func`.
 
     Args:
         q: (batch_size, seqlen_q, nheads, headdim).
@@ -264,8 +260,6 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_varlen_func` of query, key and value in one tensor.
-
-    The other arguments and the results are those of :func:`flash_attn_varlen_func`.
 
     Args:
         qkv: (total, 3, nheads, headdim): query, key, value.
@@ -296,8 +290,6 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`flash_attn_varlen_func` of key and value in one tensor.
-
-    The other arguments and the results are those of :func:`flash_attn_varlen_func`.
 
     Args:
         q: (total_q, nheads, headdim).

@@ -67,12 +67,6 @@ def flash_attn_func(
 
     Returns:
         out, or with return_attn_probs (out, softmax_lse).
-
-    Example:
-        >>> import torch
-        >>> from ascend_attn_ops.flash_attn_interface import flash_attn_func
-        >>> q, k, v = torch.randn(3, 2, 5, 8, 64, dtype=torch.bfloat16)
-        >>> out, softmax_lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     """
     conventions.refuse_given(
         "flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,

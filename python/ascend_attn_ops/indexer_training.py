@@ -203,7 +203,7 @@ def attention_with_indexer_loss(
 ) -> Tensor:
     """sparse_flash_mla_with_indexer_loss, which tells `on_results` the target and the softmax.
 
-    What it returns becomes the gradient of `probe`, a scalar: a compiled backward tells it so.
+    Its result becomes the gradient of `probe`, a scalar, by which a compiled backward tells it.
     `token_weight` has a factor of each row's loss, not under torch.compile.
     """
     weight = indexer_loss_weight

@@ -189,7 +189,7 @@ def test_padding_with_gaps(name: str) -> None:
 
 
 def masks_of_all_pairs() -> dict[str, Tensor]:
-    """A prefix attends both ways; True keeps a key, or numbers are added to the scores."""
+    """A prefix attends both ways: True keeps a key, or numbers are added to the scores."""
     kept = torch.ones(40, 40).tril().bool()
     kept[:9, :9] = True
     kept = kept.expand(2, 1, 40, 40)
@@ -422,7 +422,7 @@ def test_window_that_only_the_layer_knows() -> None:
 
 
 def test_registering_can_be_undone() -> None:
-    """The changes of another library, before or after, stay."""
+    """Changes by another library, before or after, stay."""
     interfaces = (transformers.AttentionInterface(), transformers.AttentionMaskInterface())
     utils = transformers.modeling_flash_attention_utils
 

@@ -120,26 +120,18 @@ def sparse_flash_mla(
     ori_kv, cmp_kv and sink.
 
     Args:
-        query: local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
-        ori_kv: local tokens, (T, 1, D) or (1, T, 1, D); query's dtype.
+        query, ori_kv: of local tokens.
         cmp_kv: the local compressed keys of :func:`compress_keys`, those of
-            `shards.compressed(cmp_ratio)`: (W, 1, D) or (1, W, 1, D); query's dtype. All ranks
-            pass them, or none.
-        cmp_sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K), also without the axis of
-            heads. Compressed keys, counted from the first of the sequence, on whichever rank
-            they are. The first min(K, n) must not name keys that only later parts of the sequence
-            see.
-        shards: which tokens are local.
-        scale_value: factor of the scores.
-        sink: (N1,), the sinks of all heads, the same on all ranks. Its gradient on a rank is that
-            of the local tokens: sum it over the ranks, as the gradients of all parameters.
-        cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right: as in
-            :func:`ascend_attn_ops.sparse_flash_mla`. In a mode, or with a window, that has no
-            bounds, all original keys are gathered.
-        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
-        deterministic: request a deterministic backward.
-        save_gathered: keep the keys of other ranks for the backward, instead of gathering them
-            again.
+            `shards.compressed(cmp_ratio)`. All ranks pass them, or none.
+        cmp_sparse_indices: of the local tokens, also without the axis of heads. Compressed keys,
+            counted from the first of the sequence, on whichever rank they are. The first min(K, n)
+            must not name keys that only later parts of the sequence see.
+        sink: (N1,), the same on all ranks. Its gradient on a rank is that of the local tokens: sum
+            it over the ranks, as the gradients of all parameters.
+        shards, layout, save_gathered: as in :func:`lightning_indexer`.
+        scale_value, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,
+            deterministic: as in the operator. In a mode, or with a window, that has no bounds, all
+            original keys are gathered.
 
     Returns:
         out, with query's shape and dtype; softmax_lse, float32 (float64 for float64 inputs),
@@ -147,19 +139,6 @@ def sparse_flash_mla(
 
     Raises:
         As :func:`lightning_indexer`.
-
-    Example:
-        >>> import torch
-        >>> from ascend_attn_ops import distributed
-        >>> shards = distributed.SequenceShards([300])  # of a group of one rank
-        >>> def local(*shape):
-        ...     return torch.randn(*shape, dtype=torch.bfloat16)
-        >>> tokens, keys = shards.local_tokens, shards.compressed(128).local_tokens
-        >>> out, softmax_lse = distributed.sparse_flash_mla(
-        ...     local(tokens, 64, 512), local(tokens, 1, 512), local(keys, 1, 512), shards=shards,
-        ...     scale_value=512**-0.5, sink=torch.zeros(64), cmp_ratio=128)
-        >>> out.shape
-        torch.Size([300, 64, 512])
     """
     options = _attention(
         CompressedAttention.name, ori_kv, scale_value=scale_value, cmp_ratio=cmp_ratio,
@@ -221,17 +200,14 @@ def sparse_flash_mla_with_indexer_loss(
     parameters that all ranks share want the sum of the ranks' gradients, not their mean.
 
     Args:
-        query, ori_kv, cmp_kv, cmp_sparse_indices: as in :func:`sparse_flash_mla`.
-        query_index, weights: local tokens, (T, Nidx, Didx) and (T, Nidx), in layout BSND with an
-            axis of one before.
-        key_index: the local compressed keys of the indexer, (W, 1, Didx) or (1, W, 1, Didx).
-        shards: which tokens are local.
+        query_index, key_index, weights: of local tokens; key_index of the local compressed keys.
         indexer_loss_weight: factor of the loss's gradient, the same on all ranks: for the mean over
             the tokens, 1 / `shards.tokens`. A tensor of one element is read in the backward.
         on_loss: called in the backward, on all ranks or on none, with the sum of the loss over the
             tokens of all ranks, (1,), without a gradient. Not under torch.compile.
-        scale_value, sink, cmp_ratio, ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right,
-            layout, deterministic, save_gathered: as in :func:`sparse_flash_mla`.
+        query, ori_kv, cmp_kv, cmp_sparse_indices, shards, scale_value, sink, cmp_ratio,
+            ori_mask_mode, cmp_mask_mode, ori_win_left, ori_win_right, layout, deterministic,
+            save_gathered: as in :func:`sparse_flash_mla`.
 
     Returns:
         out, as of :func:`sparse_flash_mla`.

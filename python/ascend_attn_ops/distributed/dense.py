@@ -64,30 +64,18 @@ def flash_attention_score(
     and ropes. Position biases, masks as tensors, prefixes and dropout are not supported.
 
     Args:
-        query: local tokens, (T, N, D), or (1, T, N, D) in layout BSND.
-        key: local tokens, (T, Nk, D) or (1, T, Nk, D); query's dtype. Nk divides N.
-        value: local tokens, (T, Nk, Dv) or (1, T, Nk, Dv), Dv <= D; query's dtype.
-        num_heads: N.
-        shards: which tokens are local.
-        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        query, key, value, query_rope, key_rope: of local tokens.
         method: "allgather" gathers key and value: the results are those of one process bit for bit,
             and every rank needs memory for all keys. "ring" passes them from rank to rank and
             merges the results, each rounded to query's dtype: sparse_mode 0, 2 and 3, not under
             torch.compile. "ulysses" exchanges tokens for heads: the number of ranks must divide N
             and Nk.
-        scale_value: factor of the scores; None for 1 / sqrt(D), with ropes 1 / sqrt(D + Dr).
-        pre_tokens: sparse_mode 4: how many keys before the diagonal are kept.
-        next_tokens: how many after it. Neither may be negative.
-        inner_precise: as in the operator.
+        pre_tokens, next_tokens: of sparse_mode 4; neither may be negative.
         sparse_mode: 0, all keys; 2 and 3, causal; 4, a band.
-        save_gathered: "allgather": keep the keys of all ranks for the backward, instead of
-            gathering them again.
-        sink: (N), the attention sinks of all heads, the same on all ranks. It is counted once,
-            however many ranks have keys. Its gradient on a rank is that of the local tokens: sum
-            it over the ranks, as the gradients of all parameters.
-        query_rope: the rotary part of the local queries as a separate tensor, query's shape with Dr
-            instead of D. Requires key_rope.
-        key_rope: the rotary part of the local keys, with key's heads. It travels with key.
+        sink: (N), the same on all ranks, and counted once. Its gradient on a rank is that of the
+            local tokens: sum it over the ranks, as the gradients of all parameters.
+        shards, layout, save_gathered: as in :func:`lightning_indexer`.
+        num_heads, scale_value, inner_precise: as in the operator.
 
     Returns:
         out, with query's shape and head size Dv; softmax_max and softmax_sum, float32 (float64 for
@@ -97,18 +85,6 @@ def flash_attention_score(
     Raises:
         As :func:`lightning_indexer`, and ValueError for numbers of heads that "ulysses" cannot
         spread; NotImplementedError for a sparse_mode that the method does not have.
-
-    Example:
-        >>> import torch
-        >>> from ascend_attn_ops import distributed
-        >>> shards = distributed.SequenceShards([6, 9])  # of a group of one rank
-        >>> def local(*shape):
-        ...     return torch.randn(shards.local_tokens, *shape, dtype=torch.bfloat16)
-        >>> out, *statistics = distributed.flash_attention_score(
-        ...     local(4, 64), local(2, 64), local(2, 64), num_heads=4, shards=shards,
-        ...     sparse_mode=3, method="ring")
-        >>> out.shape
-        torch.Size([15, 4, 64])
     """
     _check_method(method, sparse_mode, pre_tokens, next_tokens)
     options: dict[str, Any] = {

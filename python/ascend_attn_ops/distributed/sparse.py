@@ -129,20 +129,13 @@ def lightning_indexer(
     A collective call, as is its backward.
 
     Args:
-        query: local tokens, (T, Nidx, Didx), or (1, T, Nidx, Didx) in layout BSND.
-        key: local tokens, (T, 1, Didx) or (1, T, 1, Didx); query's dtype. With cmp_ratio above 1
-            local compressed keys, those of `shards.compressed(cmp_ratio)`.
-        weights: local tokens, (T, Nidx) or (1, T, Nidx); query's dtype or float32.
+        query, key, weights: of local tokens. With cmp_ratio above 1, key has the local compressed
+            keys, those of `shards.compressed(cmp_ratio)`, and the values have no gradient.
         shards: which tokens are local.
         layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
-        sparse_count: K, how many keys to select.
         sparse_mode: 0, every key of the sequence is visible; 3, causal.
-        pre_tokens: ignored in modes 0 and 3.
-        next_tokens: ignored in modes 0 and 3.
-        return_values: also return the scores of the selected keys, through which the call is then
-            differentiable.
         save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
-        cmp_ratio: how many tokens a key stands for. Above 1 the values have no gradient.
+        sparse_count, pre_tokens, next_tokens, return_values, cmp_ratio: as in the operator.
 
     Returns:
         sparse_indices, int32, (T, 1, K) or (1, T, 1, K): keys of all ranks, counted from the first
@@ -212,20 +205,12 @@ def sparse_flash_attention(
     summed over the ranks in float32. One tensor as key and value travels once.
 
     Args:
-        query: local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
-        key: local tokens, (T, 1, D) or (1, T, 1, D); query's dtype.
-        value: as key. The NPU requires the same tensor as key: absorbed MLA.
+        query, key, value, query_rope, key_rope: of local tokens.
         sparse_indices: of the local tokens, (T, 1, K) or (1, T, 1, K). Keys, counted from
             the first of the sequence, on whichever rank they are.
-        shards: which tokens are local.
-        scale_value: factor of the scores, as in `ascend_attn_ops.sparse_flash_attention`.
-        query_rope: (T, N1, Dr) or (1, T, N1, Dr); query's dtype. With key_rope or not at all.
-        key_rope: (T, 1, Dr) or (1, T, 1, Dr); query's dtype.
-        sparse_block_size: keys per index.
-        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
         sparse_mode: 0, every key of the sequence is visible; 3, causal.
-        deterministic: request a deterministic backward.
-        save_gathered: keep the keys of all ranks for the backward, instead of gathering them again.
+        shards, layout, save_gathered: as in :func:`lightning_indexer`.
+        scale_value, sparse_block_size, deterministic: as in the operator.
 
     Returns:
         out, with query's shape and dtype; softmax_max and softmax_sum, float32 (float64 for float64
@@ -234,20 +219,6 @@ def sparse_flash_attention(
 
     Raises:
         As :func:`lightning_indexer`.
-
-    Example:
-        >>> import torch
-        >>> from ascend_attn_ops import distributed
-        >>> shards = distributed.SequenceShards([8])  # of a group of one rank
-        >>> def local(*shape):
-        ...     return torch.randn(shards.local_tokens, *shape, dtype=torch.bfloat16)
-        >>> latent, key_rope = local(1, 512), local(1, 64)
-        >>> indices = torch.arange(1024, dtype=torch.int32).where(torch.arange(1024) < 8, -1)
-        >>> out, softmax_max, softmax_sum = distributed.sparse_flash_attention(
-        ...     local(32, 512), latent, latent, indices.repeat(shards.local_tokens, 1, 1),
-        ...     shards=shards, scale_value=192**-0.5, query_rope=local(32, 64), key_rope=key_rope)
-        >>> out.shape
-        torch.Size([8, 32, 512])
     """
     if value is not key and not isinstance(value, GatheredKeys):
         check_tensor(f"ascend::{SparseAttention.name}", "value", value)
@@ -303,33 +274,17 @@ def lightning_indexer_kl_loss(
     ranks share want the sum of the ranks' gradients, not their mean.
 
     Args:
-        query: of the main attention, local tokens, (T, N1, D), or (1, T, N1, D) in layout BSND.
-        key: (T, 1, D) or (1, T, 1, D); query's dtype.
-        query_index: (T, Nidx, Didx) or (1, T, Nidx, Didx); query's dtype.
-        key_index: (T, 1, Didx) or (1, T, 1, Didx); query's dtype.
-        weights: (T, Nidx) or (1, T, Nidx); query's dtype or float32.
-        sparse_indices: from :func:`lightning_indexer`, (T, 1, K) or (1, T, 1, K).
+        query, key, query_index, key_index, weights, sparse_indices, query_rope, key_rope, target,
+            token_weight: of local tokens. With cmp_ratio above 1, key_index has the local
+            compressed keys of `shards.compressed(cmp_ratio)`.
         softmax_max, softmax_sum: from :func:`sparse_flash_attention` over the same keys.
-        shards: which tokens are local.
-        scale_value: factor of the main attention's scores.
-        query_rope: (T, N1, Dr) or (1, T, N1, Dr); query's dtype.
-        key_rope: (T, 1, Dr) or (1, T, 1, Dr); query's dtype.
-        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
-        sparse_mode: 3, causal.
-        deterministic: as in :func:`sparse_flash_attention`.
-        token_weight: a factor of each local token's loss and gradients, (T,) or (1, T): bool or
-            floating point, as in :func:`ascend_attn_ops.lightning_indexer_kl_loss`.
+        shards, layout: as in :func:`lightning_indexer`.
+        sparse_mode: 3, causal; beside a target also 0.
         reduction: "sum" over the tokens of all ranks, or their "mean": the sum divided by their
             number, or by the sum of the weights of all ranks.
-        normalizer: what the sum is divided by, the same on all ranks; a tensor with one element is
-            read on its device. Instead of reduction="mean".
-        target: p of the local tokens, (T, 1, K) or (1, T, 1, K), in place of the attention, whose
-            arguments are then None: 0 in slots that no token reads; float32 (float64 for float64
-            inputs).
-        normalize_target: divide each row of `target` by its sum, so that rows count alike.
-        cmp_ratio: how many tokens a key stands for; beside `target` only. Above 1, key_index has
-            the local compressed keys of `shards.compressed(cmp_ratio)`. sparse_mode may be 0 beside
-            a target.
+        normalizer: what the sum is divided by, the same on all ranks.
+        scale_value, deterministic, normalize_target, cmp_ratio: as in
+            :func:`ascend_attn_ops.lightning_indexer_kl_loss`.
 
     Returns:
         The loss in nats, shape (), float32 (float64 for float64 inputs).

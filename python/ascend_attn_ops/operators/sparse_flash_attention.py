@@ -67,11 +67,7 @@ def sparse_flash_attention(
         scale_value: factor of the scores: 1 / sqrt(head size before absorption), which for
             DeepSeek-V3.2 is (128 + 64)**-0.5, times the square of YaRN's mscale (1.874 for factor
             40) if the checkpoint uses it.
-        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
-            optional; padding is ignored and gets zero gradients. TND: required, cumulative lengths
-            without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
-        actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
-            number of keys of each sequence, not cumulative, in either layout.
+        actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither
             (NoPE): the NPU then reads zeros, from a buffer that all calls share.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr), or a cache like key's; query's dtype.
@@ -183,22 +179,6 @@ def sparse_flash_attention_grad(
 
     Raises:
         As :func:`sparse_flash_attention`.
-
-    Example:
-        >>> import torch, ascend_attn_ops
-        >>> def bfloat16(*shape):
-        ...     return torch.randn(*shape, dtype=torch.bfloat16)
-        >>> query, latent = bfloat16(1, 8, 64, 512), bfloat16(1, 8, 1, 512)
-        >>> ropes = {"query_rope": bfloat16(1, 8, 64, 64), "key_rope": bfloat16(1, 8, 1, 64)}
-        >>> indices = torch.full((1, 8, 1, 2048), -1, dtype=torch.int32)
-        >>> indices[..., :8] = torch.arange(8, dtype=torch.int32)
-        >>> out, *statistics = ascend_attn_ops.sparse_flash_attention(
-        ...     query, latent, latent, indices, scale_value=192**-0.5, **ropes)
-        >>> d_query, *others = ascend_attn_ops.sparse_flash_attention_grad(
-        ...     query, latent, latent, indices, torch.ones_like(out), out, *statistics,
-        ...     scale_value=192**-0.5, **ropes)
-        >>> d_query.shape
-        torch.Size([1, 8, 64, 512])
 
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.

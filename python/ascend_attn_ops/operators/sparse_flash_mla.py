@@ -70,9 +70,7 @@ def sparse_flash_mla(
         scale_value: factor of the scores: D**-0.5 in DeepSeek-V4.
         sink: (N1,), float32 (float64 for float64 inputs): a logit per head that has no value. None:
             an ordinary softmax, which the NPU does not have.
-        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
-            optional. TND: required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3,
-            2, 4).
+        actual_seq_lengths_query: as in :func:`lightning_indexer`.
         actual_seq_lengths_ori_kv: as actual_seq_lengths_query, for ori_kv. With "PA_BSND" required:
             the number of keys of each sequence, not cumulative, in either layout.
         actual_seq_lengths_cmp_kv: the same for cmp_kv; ignored without it.
@@ -188,18 +186,6 @@ def sparse_flash_mla_grad(
 
     Raises:
         As :func:`sparse_flash_mla`.
-
-    Example:
-        >>> import torch, ascend_attn_ops
-        >>> query = torch.randn(1, 200, 64, 512, dtype=torch.bfloat16)
-        >>> ori_kv = torch.randn(1, 200, 1, 512, dtype=torch.bfloat16)
-        >>> cmp_kv = torch.randn(1, 1, 1, 512, dtype=torch.bfloat16)
-        >>> options = {"scale_value": 512**-0.5, "sink": torch.zeros(64), "cmp_ratio": 128}
-        >>> out, softmax_lse = ascend_attn_ops.sparse_flash_mla(query, ori_kv, cmp_kv, **options)
-        >>> d_query, *others = ascend_attn_ops.sparse_flash_mla_grad(
-        ...     query, ori_kv, cmp_kv, None, torch.ones_like(out), out, softmax_lse, **options)
-        >>> d_query.shape
-        torch.Size([1, 200, 64, 512])
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
     """

@@ -56,22 +56,6 @@ def sparse_lightning_indexer_grad_kl_loss(
     Raises:
         As :func:`lightning_indexer_kl_loss`.
 
-    Example:
-        >>> import torch, ascend_attn_ops
-        >>> def bfloat16(*shape):
-        ...     return torch.randn(1, 8, *shape, dtype=torch.bfloat16)
-        >>> query, latent = bfloat16(64, 512), bfloat16(1, 512)
-        >>> options = {"scale_value": 192**-0.5, "query_rope": bfloat16(64, 64),
-        ...            "key_rope": bfloat16(1, 64)}
-        >>> indexer = bfloat16(8, 128), bfloat16(1, 128), bfloat16(8)
-        >>> indices, _ = ascend_attn_ops.lightning_indexer(*indexer)
-        >>> _, *statistics = ascend_attn_ops.sparse_flash_attention(
-        ...     query, latent, latent, indices, **options)
-        >>> *_, d_weights, loss = ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss(
-        ...     query, latent, *indexer, indices, *statistics, **options)
-        >>> d_weights.shape, loss.shape
-        (torch.Size([1, 8, 8]), torch.Size([1]))
-
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
     aclnnSparseLightningIndexerGradKLLoss.
     """
@@ -137,11 +121,7 @@ def lightning_indexer_kl_loss(
             indexer's scores have none.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither.
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
-        actual_seq_lengths_query: B whole numbers, a tensor or a list. They are read on the host, so
-            that a tensor on the NPU makes the call wait for it. BSND: valid
-            tokens per batch, optional; padding is ignored and gets zero gradients. TND: required,
-            cumulative lengths without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
-        actual_seq_lengths_key: as actual_seq_lengths_query, for key.
+        actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.
         deterministic: as in :func:`sparse_flash_attention`.

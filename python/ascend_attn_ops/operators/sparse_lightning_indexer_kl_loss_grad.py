@@ -46,10 +46,7 @@ def sparse_lightning_indexer_kl_loss_grad(
             Keys that the query does not see are passed over.
         attn_softmax_l1_norm: the target p of every slot, as sparse_indices; float32 (float64 for
             float64 inputs). Pass 0 behind the last selected key.
-        actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
-            optional; TND: required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3,
-            2, 4).
-        actual_seq_lengths_key: as actual_seq_lengths_query, for key_index.
+        actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
         cmp_residual_key: as in :func:`lightning_indexer`; pass the same.
         layout: "BSND" or "TND".
         sparse_mode: 0, every key of the sequence is visible; 3, causal, as in

@@ -384,7 +384,7 @@ def _pairs(module: nn.Module, query: Tensor, mask: Tensor, keys: int) -> dict[st
 def _kept_and_bias(
     mask: Tensor, dtype: torch.dtype, read: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """What is added to the scores keeps a key unless it is -inf or the smallest number.
+    """Numbers that are added to the scores keep a key, unless they are -inf or the smallest.
 
     As a bias, -inf makes NaN on a device.
     """
@@ -414,7 +414,7 @@ def _in_pack(
 
 
 class _OncePerForward:
-    """What the host reads of tensors that all layers of a forward get.
+    """Values that the host reads of tensors which all layers of a forward get.
 
     A forward begins where its masks are made, or where a layer asks again: tensors may have changed
     in place, which nothing else tells.

@@ -39,7 +39,7 @@ _ARGUMENTS = (
 
 
 class _Frozen(nn.Parameter):
-    """A parameter that the dense warm-up does not train. Who sets requires_grad takes it over."""
+    """A parameter that the dense warm-up does not train. Setting requires_grad takes it over."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         self.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -196,7 +196,7 @@ def _restore_class(module: nn.Module, kind: type[nn.Module], before: type[nn.Mod
 def disable_dsa(model: nn.Module) -> None:
     """Undo :func:`enable_dsa`: the model is transformers' again, and nothing is frozen by it.
 
-    What you have frozen meanwhile stays frozen.
+    Parameters that you have frozen meanwhile stay frozen.
     """
     # Its own model, or a wrapper's: torch.compile keeps our attributes in the inner model.
     for enabled in [x for x in model.modules() if "_ascend_dsa" in vars(x)]:

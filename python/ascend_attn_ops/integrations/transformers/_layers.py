@@ -29,7 +29,7 @@ class Options:
 
 
 class State:
-    """What a layer has while it is enabled.
+    """The state of a layer while it is enabled.
 
     Attributes:
         loss: of the indexer in the last forward.
@@ -125,7 +125,7 @@ class EnabledAttention(nn.Module):
 class EnabledLayer(nn.Module):
     """A decoder layer that contains such an attention, whose loss leaves a checkpoint as a result.
 
-    torch.compile loses what a checkpoint sets on a module.
+    torch.compile cannot set an attribute inside of one.
     """
 
     self_attn: nn.Module

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_of, lengths_on, without_empty
+from ascend_attn_ops._packing import Lengths, begins_of_runs, lengths_in, lengths_of, without_empty
 from ascend_attn_ops._torch import assert_async
 from ascend_attn_ops.device_limits import device_in_force
 
@@ -148,8 +148,7 @@ def every_key(sequences: Sequences | None, tokens: Tensor, keys: int) -> Tensor:
     if sequences is None:
         selected = selected.masked_fill(selected >= keys, -1)
         return selected.expand(*tokens.shape[:2], 1, count).contiguous()
-    ends = [lengths_on(x, tokens) for x in (sequences.query_ends, sequences.key_ends)]
-    queries, lengths = (x.diff(prepend=x.new_zeros(1)) for x in ends if x is not None)
+    queries, lengths = (lengths_in(x, tokens) for x in sequences[:2])
     lengths = lengths.repeat_interleave(queries, output_size=tokens.shape[:2].numel())[:, None]
     return selected.where(selected < lengths, -1).unsqueeze(1)
 

@@ -147,7 +147,7 @@ class SparseAttention(EnabledAttention):
         return list(weight.split(sizes, dim=1))
 
     def _query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the indexer reads, (B, S, rank), the query and a gate of the output, (B, S, N, size)
+        """The indexer's input, (B, S, rank), the query and a gate of the output, (B, S, N, size)
         each."""
         compressed = self.q_a_layernorm(self.q_a_proj(hidden_states))
         query = self.q_b_proj(compressed).unflatten(-1, (self.num_heads, self.qk_head_dim))
