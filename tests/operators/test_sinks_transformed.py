@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
 from support.attention import attention, causal
-from support.dispatched import Calls
-from support.tolerance import assert_same_bits
-from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev, vmap
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -64,48 +58,6 @@ def results(function: Function, tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-def test_plain() -> None:
-    torch.testing.assert_close(results(attend, inputs()), results(stated, inputs()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_compiled_once_for_all_sizes(dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for batch, lengths in ((3, (6, 9)), (5, (10, 12)), (7, (11, 17))):
-        tensors = inputs(dtype, lengths, batch)
-        assert_same_bits(results(compiled, tensors), results(attend, tensors))
-        frames.append(counter.frame_count)
-    # torch may start the first trace again.
-    assert frames == frames[:1] * 3
-
-
-@EXPORT_LOSES_STAR_ARGUMENTS
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict: bool) -> None:
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sink = torch.nn.Parameter(inputs()[3].bfloat16())
-
-        def forward(
-            self, q: Tensor, k: Tensor, v: Tensor, q_rope: Tensor, k_rope: Tensor
-        ) -> Tensor:
-            return attend(q, k, v, self.sink, q_rope, k_rope)
-
-    def given(*args: Any) -> list[Tensor]:
-        tensors = inputs(torch.bfloat16, *args)
-        return [x for i, x in enumerate(tensors) if i != 3]
-
-    layer, tensors = Layer(), given()
-    sizes = ({0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC},) * 5
-    program = torch.export.export(layer, tuple(tensors), dynamic_shapes=sizes, strict=strict)
-    for call in (tensors, given((7, 12), 3)):
-        assert torch.equal(program.module()(*call), layer(*call))
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["one sink", "a sink for each"])
 def test_mapped(shared: bool) -> None:
     """vmap of the function, of its gradient, and the gradient of the mapped function."""
@@ -145,19 +97,6 @@ def test_rows_of_a_jacobian() -> None:
     torch.testing.assert_close(found, expected)
     # A head knows its own sink.
     assert torch.equal(found != 0, torch.eye(N, dtype=torch.bool))
-
-
-def test_kept_by_the_policy() -> None:
-    keeping = partial(create_selective_checkpoint_contexts, ops.save_attention_policy)
-
-    def recomputing(*x: Tensor) -> Tensor:
-        return checkpoint(attend, *x, use_reentrant=False, context_fn=keeping)
-
-    with Calls() as calls:
-        found = results(recomputing, inputs(torch.float32))
-    assert calls.count["flash_attention_score"] == 1
-    assert calls.count["_flash_attention_score_extended_grad"] == 1
-    assert_same_bits(found, results(attend, inputs(torch.float32)))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
