@@ -9,58 +9,27 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops._value_checks import VARIABLE
-from ascend_attn_ops.check.samples.sparse import SparseCase
 from support import fresh
-from support.samples import OPERATORS, RECIPES, Recipe
+from support.checked_calls import CHECKED_CALLS, RIGHT_CALLS, CheckedCall
+from support.samples import Sample
 from support.tolerance import assert_same_bits
-
-# Rows of sparse_indices in samples have gaps that a device would read.
-FIRST = {x.operator.name: x for x in reversed(RECIPES)}
-WITHOUT_INDICES = [
-    x for x in FIRST.values() if "sparse_indices" not in x.make(torch.float32).tensors
-]
-
-
-@pytest.mark.parametrize("recipe", WITHOUT_INDICES, ids=lambda recipe: recipe.operator.name)
-def test_right_calls(recipe: Recipe) -> None:
-    sample = recipe.make(torch.float32)
-    with ops.limits(None):
-        expected = sample.call(torch.ops.ascend)
-        with ops.check_values():
-            assert_same_bits(sample.call(torch.ops.ascend), expected)
-
-
-def sparse_call(operator: str, indices: list[int], dtype: torch.dtype) -> Callable[[], object]:
-    """One query that sees four keys, and selects these."""
-    case = SparseCase(b=1, s=(1, 4), rope=8, heads=8, index_heads=8, k=len(indices), absorbed=True)
-    sample = OPERATORS[operator].make(case, torch.float32)
-    chosen = torch.tensor(indices, dtype=dtype).view(1, 1, 1, -1)
-    return lambda: sample.replace(sparse_indices=chosen).call(torch.ops.ascend)
-
-
-def written_twice() -> None:
-    keys, cache = torch.randn(2, 1, 64), torch.zeros(2, 16, 1, 64)
-    ops.scatter_pa_kv_cache_(keys, cache, torch.tensor([5, 5]), keys, cache.clone())
 
 
 @pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(
-    ("operator", "indices", "message"),
-    [
-        ("sparse_flash_attention", [0, -1, 2], "expected nothing behind the first -1 of a row"),
-        ("sparse_flash_attention_grad", [0, 1, -1], "expected no -1 in the first 3 slots"),
-        ("lightning_indexer_grad", [0, -1, 2], "expected no -1 in the first 3 slots"),
-        ("sparse_lightning_indexer_grad_kl_loss", [0, 1, -1], "expected no -1 in the first 3"),
-    ],
-)
-def test_slots_that_a_device_reads(
-    operator: str, indices: list[int], message: str, dtype: torch.dtype
-) -> None:
-    call = sparse_call(operator, indices, dtype)
-    call()
-    with ops.check_values(), pytest.raises(ValueError, match=message):
-        call()
+@pytest.mark.parametrize("call", CHECKED_CALLS, ids=lambda x: x.id)
+def test_a_call_that_no_device_can(call: CheckedCall) -> None:
+    sample = call.make()
+    sample.call(torch.ops.ascend)
+    with ops.check_values(), pytest.raises(ValueError, match=call.message):
+        sample.call(torch.ops.ascend)
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("make", RIGHT_CALLS)
+def test_right_calls(make: Callable[[], Sample]) -> None:
+    expected = make().call(torch.ops.ascend)
+    with ops.check_values():
+        assert_same_bits(make().call(torch.ops.ascend), expected)
 
 
 def test_the_gradient_of_a_recorded_call() -> None:
@@ -70,13 +39,6 @@ def test_the_gradient_of_a_recorded_call() -> None:
         out, *_ = ops.sparse_flash_attention(query, key, key, indices, scale_value=0.1)
     with ops.check_values(), pytest.raises(ValueError, match=r"got -1 at \(0, 1, 0, 1\)"):
         out.sum().backward()
-
-
-@pytest.mark.usefixtures("no_limits")
-def test_a_slot_that_is_written_twice() -> None:
-    written_twice()
-    with ops.check_values(), pytest.raises(ValueError, match="got 5 written by entries 0 and 1"):
-        written_twice()
 
 
 @pytest.mark.usefixtures("no_limits")

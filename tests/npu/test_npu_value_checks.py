@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +14,11 @@ import torch
 from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from device_samples import DEVICE_RECIPES, to_npu
-from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall
+from support.checked_calls import CHECKED_CALLS, RIGHT_CALLS, CheckedCall
+from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall, as_tuple
 from support.simulated_npu import attention_functions, captured, once, run_in_new_process
 from support.tolerance import assert_same_bits
 
-GRADIENTS = (
-    "sparse_flash_attention_grad",
-    "lightning_indexer_grad",
-    "sparse_lightning_indexer_grad_kl_loss",
-)
 # Its kernel reads no values that could be wrong.
 UNCHECKED = ("attention_update",)
 # Which are wrong by their memory or their device; and statistics, which the forward makes and the
@@ -111,117 +106,24 @@ def test_without_the_mode_nothing_waits(recipe: Recipe) -> None:
 
 
 @pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-@pytest.mark.parametrize("operator", GRADIENTS)
-def test_a_slot_that_is_read_holds_no_key(operator: str, layout: str) -> None:
-    """On the CPU it ends the row; the device takes it for an address."""
-    lengths = None if layout == "BSND" else ((3, 2, 4), (5, 3, 4))
-    case = SparseCase(layout=layout, lengths=lengths, rope=8, heads=8, index_heads=8)
-    sample = OPERATORS[operator].make(case, torch.bfloat16)
-    indices = sample.tensors["sparse_indices"].clone()
-    # The last query of the first sequence sees all its keys.
-    row = indices[0, -1, 0] if layout == "BSND" else indices[2, 0]
-    assert len(row) > 1
-    assert row[1] != -1
-    row[1] = -1
-    sample = sample.replace(sparse_indices=indices)
-    sample.call(torch.ops.ascend)
-    place = f"(0, {case.s[0] - 1}, 0, 1)" if layout == "BSND" else "(2, 0, 1)"
-    with ops.check_values(), nothing_launched():
-        kind, message = error_of(lambda: to_npu(sample).call(torch.ops.ascend))
-    assert kind is ValueError
-    assert message.startswith(f"ascend::{operator}: sparse_indices: expected no -1 in the first ")
-    assert f"got -1 at {place}; lightning_indexer" in message
-
-
-def sparse_row(operator: str, indices: list[int], block: int, keys: int) -> Sample:
-    """One query that sees all keys, and selects these."""
-    case = SparseCase(b=1, s=(1, keys), rope=8, heads=8, block=block, k=len(indices), absorbed=True)
-    sample = OPERATORS[operator].make(case, torch.bfloat16)
-    return sample.replace(sparse_indices=torch.tensor(indices, dtype=torch.int32).view(1, 1, 1, -1))
-
-
-FORWARD, GRADIENT = "sparse_flash_attention", "sparse_flash_attention_grad"
-
-
-@pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize(
-    ("operator", "indices", "block", "keys", "message"),
-    [
-        (FORWARD, [2, -1, 1], 1, 9, "nothing behind the first -1 .*, got 1 at (0, 0, 0, 2)"),
-        (GRADIENT, [0, 1], 16, 23, None),
-        (FORWARD, [0, -1, 1], 8, 24, None),
-        (FORWARD, [1, 0], 16, 23, None),
-    ],
-)  # fmt: skip
-def test_rows_that_the_device_computes_wrong(
-    operator: str, indices: list[int], block: int, keys: int, message: str | None
-) -> None:
-    """Their numbers are seen in CANN's kernels of A2; the CPU computes them right."""
-    sample = sparse_row(operator, indices, block, keys)
-    expected = sample.call(torch.ops.ascend)
-    on_npu = to_npu(sample)
+@pytest.mark.parametrize("call", CHECKED_CALLS, ids=lambda x: x.id)
+def test_what_the_device_cannot_do(call: CheckedCall) -> None:
+    sample = call.make()
     with ops.check_values():
-        if message is None:
-            actual = tuple(x.cpu() for x in on_npu.call(torch.ops.ascend))
-            assert_same_bits(actual, expected)
-            return
+        expected = error_of(lambda: sample.call(torch.ops.ascend))
+        on_npu = to_npu(sample)
         with nothing_launched():
-            kind, text = error_of(lambda: on_npu.call(torch.ops.ascend))
-    assert kind is ValueError
-    pattern = message.replace("(", r"\(").replace(")", r"\)")
-    assert re.search(rf"ascend::{operator}: sparse_indices: .*{pattern}", text), text
+            assert error_of(lambda: on_npu.call(torch.ops.ascend)) == expected
 
 
 @pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize("lengths", [((3, 2), (0, 0)), ((3, 0), (0, 5))])
-def test_a_pack_in_which_no_query_has_keys(lengths: tuple[tuple[int, ...], ...]) -> None:
-    case = SparseCase(layout="TND", lengths=lengths, tail=(0, 4), index_heads=8, page=16)
-    sample = OPERATORS["lightning_indexer"].make(case, torch.bfloat16)
-    sample.call(torch.ops.ascend)
-    with ops.check_values(), nothing_launched():
-        _, text = error_of(lambda: to_npu(sample).call(torch.ops.ascend))
-    assert "actual_seq_lengths_key: expected a sequence that has queries and keys" in text
-
-
-# Two sequences of four rows and one head, of which the last three are kept.
-KEPT = {"compress_lens": [3, 3], "seq_lens": [4, 4]}
-
-
-@pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize(
-    ("lengths", "dtype", "right", "wrong", "found"),
-    [
-        ({}, torch.int32, [-1, 5, -1, 4], [9, 5, -1, 9], "9 written by entries 0 and 3 "),
-        ({}, torch.int64, [-1, 5, -1, 4], [9, 5, -1, 9], "9 written by entries 0 and 3 "),
-        (KEPT, torch.int32, [3, 0], [2, 0], "2 written by entries 1 and 0 "),
-    ],
-)  # fmt: skip
-def test_a_slot_is_written_twice(
-    lengths: dict[str, list[int]],
-    dtype: torch.dtype,
-    right: list[int],
-    wrong: list[int],
-    found: str,
-) -> None:
-    key = torch.ones(8 if lengths else 4, 1, 16, dtype=torch.bfloat16, device="npu")
-    cache = torch.zeros(2, 16, 1, 16, dtype=torch.bfloat16, device="npu")
-    options: dict[str, Any] = {x: torch.tensor(y).int().npu() for x, y in lengths.items()}
-    options["scatter_mode"] = "Alibi" if lengths else "None"
-
-    def write(slots: list[int]) -> None:
-        to = torch.tensor(slots, dtype=dtype, device="npu")
-        ops.scatter_pa_kv_cache_(key, cache, to, key, cache.clone(), **options)
-
+@pytest.mark.parametrize("make", RIGHT_CALLS)
+def test_what_the_device_can_do(make: Callable[[], Sample]) -> None:
+    on_npu = to_npu(make())
     with ops.check_values():
-        write(right)
-        with nothing_launched():
-            kind, message = error_of(lambda: write(wrong))
-    assert kind is ValueError
-    assert message.startswith(
-        "ascend::scatter_pa_kv_cache_: slot_mapping: expected no slot twice (a negative one skips "
-        f"its row), got {found}"
-    )
+        actual = as_tuple(on_npu.call(torch.ops.ascend))
+    expected = as_tuple(make().call(torch.ops.ascend))
+    assert_same_bits(tuple(x.cpu() for x in actual), expected)
 
 
 @pytest.mark.usefixtures("no_limits")
