@@ -107,7 +107,7 @@ struct Recorded : torch::autograd::Function<Recorded> {
 };
 
 template <typename Op>
-typename Op::Outputs compute(AutogradContext& context, const Op& op) {
+typename Op::Outputs compute_and_save(AutogradContext& context, const Op& op) {
   if constexpr (RecordsAnotherCall<Op>) {
     const auto recorded = op.recorded();
     const auto outputs = call_below_autograd(recorded);
@@ -133,7 +133,7 @@ typename Op::Outputs compute_and_record(const Op& op) {
   const auto operands = operands_of(op);
   const auto compute_all = [&op](AutogradContext& context) {
     return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
-                      compute(context, op));
+                      compute_and_save(context, op));
   };
   // apply() takes a TensorList apart, but drops the gradients of tensors in a std::vector or in a
   // struct without a word.

@@ -13,7 +13,7 @@
 //                                    them, and waits for a device that has them
 //   save(), backward()               only if it has a gradient: what a recorded call keeps, and the
 //                                    gradients of its tensors
-//   constant_outputs()             only if some outputs have no gradient: their indices; integers
+//   constant_outputs()               only if some outputs have no gradient: their indices; integers
 //                                    never have one
 //   bool differentiable()            only if some calls have no gradient: whether this one has
 //   operands()                       only if some tensors never have one: those that do
@@ -22,8 +22,8 @@
 //                                    call lacks any, and the call that has them
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
-// check_values is called in the checked mode alone (core/value_checks.h). It is defined beside the
-// CPU kernel, which makes those of its checks in every call that the CPU cannot do without.
+// check_values is called in the checked mode alone (core/value_checks.h), and defined beside the CPU
+// kernel, which makes most of its checks in every call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
