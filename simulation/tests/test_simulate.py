@@ -227,7 +227,7 @@ static torch::jit::Stack fast_gelu(const cann_sim::Call& call) {
   TORCH_CHECK(x.numel() > 0, "nothing today");
   return {x * at::sigmoid(x * 1.702)};
 }
-CANN_SIM_FUNCTION(aclnnFastGelu, {.compute = fast_gelu}, cann_sim::input("self", ""),
+CANN_SIM_FUNCTION(aclnnFastGelu, {.compute = fast_gelu}, cann_sim::input("self"),
                   cann_sim::output("out"))
 """
 

@@ -120,7 +120,9 @@ class Dtypes {
       bits_ |= uint64_t{1} << dtype;
     }
   }
-  constexpr bool allow(aclDataType dtype) const { return bits_ == 0 || (bits_ >> dtype & 1) != 0; }
+  constexpr bool allow(aclDataType dtype) const {
+    return bits_ == 0 || (dtype >= 0 && (bits_ >> dtype & 1) != 0);
+  }
 
  private:
   uint64_t bits_ = 0;
@@ -171,7 +173,6 @@ struct Arguments {
     changed.each.back().dtypes = dtypes;
     return changed;
   }
-
   constexpr Arguments of_dtype_of(std::string_view input) const {
     auto changed = *this;
     changed.each.back().model = input;
@@ -196,10 +197,11 @@ constexpr auto join(const Parts&... parts) {
 }
 
 template <typename T = Tensor>
-constexpr Arguments<T> input(std::string_view name, std::string_view schema, Dtypes dtypes = {}) {
+constexpr Arguments<T> input(std::string_view name, std::string_view schema = {},
+                             Dtypes dtypes = {}) {
   return {{{{name, schema, Kind::input, dtypes}}}};
 }
-constexpr Arguments<Tensor> optional_input(std::string_view name, std::string_view schema,
+constexpr Arguments<Tensor> optional_input(std::string_view name, std::string_view schema = {},
                                            Dtypes dtypes = {}) {
   return {{{{name, schema, Kind::optional_input, dtypes}}}};
 }

@@ -257,7 +257,7 @@ constexpr auto kMoreInputs = join(
     optional_input("queryRopeOptional", "", kHalf), optional_input("keyRopeOptional", "", kHalf),
     not_computed("keyRopeAntiquantScaleOptional"));
 constexpr auto kSinks =
-    join(not_computed("dequantScaleQueryOptional"), optional_input("learnableSinkOptional", ""));
+    join(not_computed("dequantScaleQueryOptional"), optional_input("learnableSinkOptional"));
 constexpr auto kAttributes =
     join(attribute<int64_t>("numHeads"), attribute<double>("scaleValue"),
          attribute<int64_t>("preTokens"), attribute<int64_t>("nextTokens"),

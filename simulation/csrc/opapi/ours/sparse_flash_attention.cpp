@@ -271,7 +271,7 @@ CANN_SIM_FUNCTION(aclnnSparseFlashAttention, kAttention, kForward,
                   input("keyRopeOptional", "key_rope", kHalf).or_status(kTiling), kRest)
 // torch_npu calls it where there are sinks.
 CANN_SIM_FUNCTION(aclnnSparseFlashAttentionV2, kAttention, kForward, kRopes,
-                  optional_input("sinksOptional", ""), kRest)
+                  optional_input("sinksOptional"), kRest)
 
 CANN_SIM_FUNCTION(aclnnSparseFlashAttentionGrad,
                   {.schema_name = "ascend::sparse_flash_attention_grad",

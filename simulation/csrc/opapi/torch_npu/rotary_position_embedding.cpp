@@ -87,7 +87,7 @@ constexpr auto kInputs = join(input("x", "", kHalfOrFloat), input("cos", "", kHa
 
 CANN_SIM_FUNCTION(aclnnRotaryPositionEmbedding, {.compute = rotation}, kInputs, output("out"))
 CANN_SIM_FUNCTION(aclnnRotaryPositionEmbeddingV2, {.compute = rotation_v2}, kInputs,
-                  optional_input("rotateOptional", ""), output("out"))
+                  optional_input("rotateOptional"), output("out"))
 CANN_SIM_FUNCTION(aclnnRotaryPositionEmbeddingGrad, {.compute = gradient},
                   input("dy", "", kHalfOrFloat), input("cos", "", kHalfOrFloat),
                   input("sin", "", kHalfOrFloat), optional_input("xOptional", "", kHalfOrFloat),
