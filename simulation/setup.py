@@ -19,12 +19,14 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
-from building import precompiled, short_lines  # noqa: E402
+from building import precompiled, short_lines, units  # noqa: E402
 
 OLDEST_PYTHON = (3, 10)
 PACKAGE = "cann_simulator"
 # An installed CANN has its libraries in lib64.
 LIBRARIES = f"{PACKAGE}.cann.lib64"
+# Folders that are compiled as one file each.
+UNITS = {"opapi": ("csrc/opapi/core",), "cpu_fallback": ("csrc/cpu_fallback",)}
 LIBRARIES_WITH_TENSORS = ("libopapi", "libcpu_fallback")
 EMPTY_LIBRARIES = ["acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
 # Read by cann_simulator/_built_with.py before it loads the libraries.
@@ -90,7 +92,10 @@ def libraries() -> list[Any]:
         file = f"lib{name}.so"
         return CppExtension(
             f"{LIBRARIES}.lib{name}",
-            sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{sources}")),
+            units(
+                sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{sources}")),
+                UNITS.get(name, ()), Path("build/units"),
+            ),
             include_dirs=[str(ROOT / "csrc")],
             library_dirs=[str(torch_npu / "lib")],
             extra_compile_args=[*COMPILE_ARGS, *(f"-isystem{x}" for x in system), *FLAGS],

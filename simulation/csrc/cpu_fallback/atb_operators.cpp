@@ -26,7 +26,7 @@ void reshape_and_cache(const c10::OperatorHandle& op, c10::DispatchKeySet,
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-void no_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+void no_operation(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   refuse(c10::toString(op.operator_name()),
          "it calls an operation of ATB, which the simulated CANN lacks; supply " +
              remedy(c10::toString(op.operator_name())));
@@ -42,7 +42,7 @@ void replace_atb_operators() {
     library->impl(full.substr(5).c_str(),
                   full == "atb::_npu_reshape_and_cache"
                       ? torch::CppFunction::makeFromBoxedFunction<&reshape_and_cache>()
-                      : torch::CppFunction::makeFromBoxedFunction<&no_kernel>());
+                      : torch::CppFunction::makeFromBoxedFunction<&no_operation>());
   }
 }
 
