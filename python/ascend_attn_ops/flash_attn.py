@@ -155,8 +155,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q: the cumulative sequence lengths, int32 or int64 (batch_size + 1,), of which
             the first is 0; on the host or on q's device, or as a list.
         cu_seqlens_k: as cu_seqlens_q, of k.
-        max_seqlen_q: not needed: the lengths say it.
-        max_seqlen_k: as max_seqlen_q.
+        max_seqlen_q, max_seqlen_k: not needed: the lengths say them.
         dropout_p, softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`. The
             NPU has no gradient for a window of (0, 0).
         alibi_slopes: as there. Where seqlen_k - seqlen_q differs between sequences, no key may come
@@ -373,8 +372,7 @@ def flash_attn_with_kvcache(
             Block numbers on an NPU are not checked.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in
             :func:`flash_attn_varlen_func`.
-        rotary_interleaved: of no effect without rotary_cos.
-        num_splits: of no effect: the kernels divide the work themselves.
+        rotary_interleaved, num_splits: of no effect.
         return_softmax_lse: return the log-sum-exp, too, by which
             :func:`ascend_attn_ops.attention_update` merges the result with others. Only one
             of the parts may include a sink.

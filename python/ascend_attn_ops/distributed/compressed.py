@@ -41,13 +41,10 @@ def compress_keys(
     which keys a rank gets. The others send it their tokens of the window.
 
     Args:
-        values: local tokens, (T, F), or (1, T, F) in layout BSND; F is D, or 2 * D with `overlap`.
-        logits: as values.
+        values, logits, overlap: as in the namesake, of local tokens.
         position_bias: (r, F), the same on all ranks. Its gradient on a rank is that of the local
             keys: sum it over the ranks, as the gradients of all parameters.
-        shards: which tokens are local.
-        overlap: whether windows reach back over the one before.
-        layout: "TND", or "BSND" with a batch of one, whose S axis is that of the T local tokens.
+        shards, layout: as in :func:`lightning_indexer`.
 
     Returns:
         The local compressed keys, (W, D), or (1, W, D) in layout BSND, before their norm and rope:

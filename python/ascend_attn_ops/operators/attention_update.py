@@ -36,9 +36,7 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
         part has out 0 and lse_out -inf.
 
     Raises:
-        TypeError: a dtype is not supported or disagrees.
-        ValueError: a list is empty, or a length, shape or device limit is violated.
-        NotImplementedError: the product in force has no such operator; a second derivative.
+        As :func:`flash_attention_score`.
 
     Example:
         >>> import torch, ascend_attn_ops

@@ -89,9 +89,7 @@ def prompt_flash_attention(
         otherwise float16 for int8 inputs and query's dtype for all others.
 
     Raises:
-        TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, length, layout, mode, mask content, scale or device limit is violated.
-        NotImplementedError: the product in force has no such operator; an input requires grad.
+        As :func:`flash_attention_score`; also NotImplementedError for an input that requires grad.
 
     Example:
         >>> import torch, ascend_attn_ops

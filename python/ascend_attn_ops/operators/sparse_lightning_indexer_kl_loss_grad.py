@@ -61,9 +61,7 @@ def sparse_lightning_indexer_kl_loss_grad(
         sparse_indices, in the dtype of the target.
 
     Raises:
-        TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, length, residual, index, layout, mode or device limit is violated.
-        NotImplementedError: the product in force has no such operator; a second derivative.
+        As :func:`flash_attention_score`.
 
     Example:
         >>> import torch, ascend_attn_ops
