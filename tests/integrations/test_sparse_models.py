@@ -377,7 +377,7 @@ def test_wrong_models_say_what_to_do(name: str) -> None:
         enable_dsa(make(name, attention_dropout=0.1))
     wrapped = make(name)
     wrapped.model.layers[1].self_attn.kv_b_proj = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match=r"kv_b_proj .* got Sequential; merge adapters"):
+    with pytest.raises(NotImplementedError, match=r"kv_b_proj .* got Sequential; merge other"):
         enable_dsa(wrapped)
     _, ours = pair(name)
     with pytest.raises(NotImplementedError, match=r"output_attentions: .* disable_dsa"):
@@ -397,8 +397,31 @@ def test_an_adapter_that_comes_later_is_refused(ours: nn.Module) -> None:
     layer = ours.model.layers[1].self_attn
     adapter.weight = layer.kv_b_proj.weight  # peft's have one, too
     layer.kv_b_proj = adapter
-    with pytest.raises(NotImplementedError, match=r"kv_b_proj .* got Sequential; merge adapters"):
+    with pytest.raises(NotImplementedError, match=r"kv_b_proj .* got Sequential; merge other"):
         ours(tokens())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_lora_of_all_projections(name: str, after: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    models = [make(name), make(name)]
+    results = []
+    for ours, model in enumerate(models):
+        if ours and not after:
+            enable_dsa(model)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config)
+        if ours and after:
+            enable_dsa(model)
+        result = adapted(tokens(), labels=tokens())
+        result.loss.backward()
+        learnt = {x: y.grad for x, y in adapted.named_parameters() if ".indexer." not in x}
+        results.append((result.logits, learnt))
+        with adapted.disable_adapter():
+            torch.testing.assert_close(model(tokens()).logits, make(name)(tokens()).logits, **CLOSE)
+    torch.testing.assert_close(results[1], results[0], **CLOSE)
+    assert any(x.grad is not None for x in indexer_parameters(models[1]).values())
 
 
 def test_generating_in_train_mode_computes_no_losses(ours: nn.Module) -> None:

@@ -100,10 +100,7 @@ def prefetch(*keys: Tensor, shards: SequenceShards, layout: str = "TND") -> tupl
         when to communicate, the tensors themselves.
 
     Raises:
-        As :func:`lightning_indexer`.
-
-    Example:
-        :func:`lightning_indexer_kl_loss` has one.
+        As :func:`lightning_indexer`. The example of :func:`lightning_indexer_kl_loss` is a layer.
     """
     return send_ahead("ascend::prefetch", shards, layout, keys)
 

@@ -94,10 +94,8 @@ def sparse_flash_attention(
         not returned are empty, (0,).
 
     Raises:
-        TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, length, index, layout, mode or device limit is violated.
-        NotImplementedError: the product in force has no such operator; a gradient of a call with
-            paged keys or without statistics; a second derivative.
+        As :func:`lightning_indexer`, and ValueError for an index out of range; NotImplementedError
+            for a gradient with paged keys or without statistics.
 
     Example:
         >>> import torch, ascend_attn_ops

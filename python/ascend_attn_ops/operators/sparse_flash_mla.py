@@ -101,10 +101,7 @@ def sparse_flash_mla(
         tokens behind the last sequence.
 
     Raises:
-        TypeError: a dtype is not supported or disagrees.
-        ValueError: a shape, length, index, layout, mode or device limit is violated.
-        NotImplementedError: the product in force has no such operator; a gradient of a call with
-            paged keys; a second derivative.
+        As :func:`sparse_flash_attention`.
 
     Example:
         >>> import torch, ascend_attn_ops

@@ -72,8 +72,8 @@ def enable_dsa(
     selected, and there any.
 
     Call it before the model is wrapped (DistributedDataParallel, FSDP) and before the optimizer is
-    made. Forward hooks on kv_b_proj are not called. The dense warm-up needs the indices of all
-    pairs of tokens, and generate() left padding, as everywhere.
+    made; LoRA adapters may come before or after. Forward hooks on kv_b_proj are not called. The
+    dense warm-up needs the indices of all pairs of tokens, and generate() left padding, as ever.
 
     In DeepSeek-V4 every layer attends to a window, to compressed keys and to a sink by
     :func:`ascend_attn_ops.sparse_flash_mla`. Padding before a text, which it would compress as if

@@ -19,15 +19,23 @@ from ascend_attn_ops.integrations.transformers._layers import (
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
-def plain_projection(layer: Any) -> nn.Linear:
-    """kv_b_proj, whose weight is folded into query and output: nothing that wraps it is called."""
-    projection = layer.kv_b_proj
+def folded_weight(layer: Any) -> Tensor:
+    """That of kv_b_proj, with peft's LoRA adapters: no forward that wraps it is called."""
+    projection, added = layer.kv_b_proj, []
+    if hasattr(projection, "get_delta_weight") and not getattr(projection, "lora_variant", None):
+        names = [] if projection.merged or projection.disable_adapters else projection.lora_A
+        names = [x for x in projection.active_adapters if x in names]
+        drops = any(getattr(projection.lora_dropout[x], "p", 0) for x in names)
+        if not (drops and layer.training):
+            added = [projection.get_delta_weight(x) for x in names]
+            projection = projection.get_base_layer()
     if type(projection) is not nn.Linear:
         raise NotImplementedError(
-            f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, got "
-            f"{type(projection).__name__}; merge adapters and dequantize before"
+            f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, or "
+            f"with LoRA adapters without dropout, got {type(projection).__name__}; merge other "
+            "adapters and dequantize before"
         )
-    return projection
+    return sum(added, start=projection.weight)
 
 
 class SparseAttention(EnabledAttention):
@@ -63,7 +71,7 @@ class SparseAttention(EnabledAttention):
     @classmethod
     def check_layer(cls, layer: Any, options: Options) -> None:
         super().check_layer(layer, options)
-        plain_projection(layer)
+        folded_weight(layer)
 
     def forward(
         self,
@@ -136,7 +144,7 @@ class SparseAttention(EnabledAttention):
     def _absorbed_weights(self) -> list[Tensor]:
         """The projections of latents to keys, (N, Dn, C), and to values, (N, Dv, C)."""
         sizes = [self.qk_nope_head_dim, self.v_head_dim]
-        weight: Tensor = plain_projection(self).weight
+        weight = folded_weight(self)
         # FSDP2 has gathered its shards by now.
         if isinstance(weight, DTensor):
             raise NotImplementedError(
