@@ -100,7 +100,7 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]
         ({"cu_seqlens_q": [0, 4.0, 9]}, TYPE, "cu_seqlens_q: expected whole numbers"),
         ({"cu_seqlens_q": (0, 2**70)}, VALUE, "cu_seqlens_q: expected numbers of 64 bits"),
         ({"cu_seqlens_q": CU.to("meta")}, VALUE, "cu_seqlens_q: expected a tensor on the host"),
-        ({"cu_seqlens_k": list(range(5000, 0, -1))}, VALUE, r"cu_seqlens_k: .* got .*\.\.\. \["),
+        ({"cu_seqlens_k": list(range(5000, 0, -1))}, VALUE, r"cu_seqlens_k: .* got .*\.\.\.$"),
         ({"block_table": [[1]], "k": bf16(3, 4, 2, 16), "v": bf16(3, 4, 2, 16)}, TYPE,
          "block_table: expected a tensor, got list"),
         ({"block_table": torch.zeros(2, 2, dtype=torch.int32), "k": bf16(3, 4, 2, 16),

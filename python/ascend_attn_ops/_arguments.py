@@ -17,7 +17,7 @@ from torch import Tensor
 from ascend_attn_ops import _C
 from ascend_attn_ops._torch import FakeTensor, is_functorch_wrapped_tensor
 
-INVALID = "[ACLNN_ERR_PARAM_INVALID 161002]"
+_OF_CANN = {f"ascend::{row['operator']}" for row in _C.limits_table()}
 _LONGEST = 100  # characters of a value in a message
 _WHOLE = (int, torch.SymInt)
 _LARGEST_FLOAT = int(sys.float_info.max)
@@ -29,7 +29,8 @@ Error = TypeVar("Error", bound=Exception)
 
 def wrong(kind: type[Error], function: str, argument: str, expected: str, got: str) -> Error:
     """The error to raise; `shown` makes `got` of what the caller gave."""
-    return kind(f"{function}: {argument}: expected {expected}, got {got} {INVALID}")
+    status = " [ACLNN_ERR_PARAM_INVALID 161002]" if function in _OF_CANN else ""
+    return kind(f"{function}: {argument}: expected {expected}, got {got}{status}")
 
 
 @cache

@@ -358,10 +358,9 @@ def flash_attn_with_kvcache(
         k_cache: (batch_size, seqlen_cache, nheads_k, headdim); with block_table (num_blocks,
             block_size, nheads_k, headdim).
         v_cache: as k_cache. Its headdim may be smaller, which flash-attn does not take.
-        k: (batch_size, seqlen_new, nheads_k, headdim), written behind the first cache_seqlens rows
-            by :func:`ascend_attn_ops.scatter_pa_kv_cache_`, which wants a contiguous cache; None
-            writes nothing.
-        v: as k, of v_cache.
+        k, v: (batch_size, seqlen_new, nheads_k, headdim), written behind the first cache_seqlens
+            rows by :func:`ascend_attn_ops.scatter_pa_kv_cache_`, which wants a contiguous cache;
+            None writes nothing.
         rotary_cos, rotary_sin: only None: rotate q and k before the call.
         cache_seqlens: how many rows of each sequence the cache holds before the call, one int or
             int32 (batch_size,). None, without k: all.

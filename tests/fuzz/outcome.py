@@ -16,7 +16,7 @@ from .case import Finding
 from .copies import as_lists, can_be_read, has_memory, tensors_in
 
 LIBRARY = re.compile(
-    r"ascend::([\w.]+): ([\w\[\].]+): expected (.+), got (.+) \[ACLNN_ERR_[A-Z_]+ \d{6}\]"
+    r"ascend::([\w.]+): ([\w\[\].]+): expected (.+), got (.+?)( \[ACLNN_ERR_[A-Z_]+ \d{6}\])?"
 )
 # Functions with the names of another package refuse what no operator has in their own form.
 _FLASH_ATTN = re.compile(

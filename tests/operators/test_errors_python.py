@@ -274,7 +274,7 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"cann": 9.0}, TYPE, "cann: expected a string or None, got 9.0"),
         ({"product": "A2\n"}, VALUE, r"product: expected None or one of .*, got 'A2\\x0a'"),
         ({"cann": "9.0\ud800"}, VALUE, r"cann: expected a known name, got '9\.0\\ud800'"),
-        ({"product": 99 * "a" + "\ud800"}, VALUE, r"product: expected .*, got 'a+\.\.\. \["),
+        ({"product": 99 * "a" + "\ud800"}, VALUE, r"product: expected .*, got 'a+\.\.\.$"),
     ]),
     compare: ("compare", [
         ({"every": 0}, VALUE, "every: expected at least 1, got 0"),
@@ -388,7 +388,9 @@ def test_wrong_arguments(
     text = str(caught.value)
     assert "\n" not in text
     assert len(text) < 400
-    assert "[ACLNN_ERR_PARAM_" in text
+    # CANN has a status for what it sees. C++ gives it to two helpers as well.
+    if name not in ("limits", "sparse_mode_mask"):
+        assert ("[ACLNN_ERR_PARAM_" in text) == hasattr(torch.ops.ascend, name)
 
 
 def test_arguments_of_the_operator_that_a_function_calls() -> None:
