@@ -1,4 +1,4 @@
-"""Calls with sinks and ropes of the public function, compiled, exported, mapped and recomputed."""
+"""Calls with sinks and ropes of the public function under the transformations of torch.func."""
 
 from __future__ import annotations
 
@@ -97,24 +97,3 @@ def test_rows_of_a_jacobian() -> None:
     torch.testing.assert_close(found, expected)
     # A head knows its own sink.
     assert torch.equal(found != 0, torch.eye(N, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_under_autocast(compiled: bool) -> None:
-    """The sink stays float32; gradients have the dtype of their leaves."""
-    torch._dynamo.reset()
-    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    tensors = inputs(torch.float32)
-    tensors[3] = torch.full((N,), 1.00390625 + 2**-20)
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = function(*leaves)
-    half = [x if i == 3 else x.bfloat16() for i, x in enumerate(tensors)]
-    cast = [x.clone().requires_grad_() for x in half]
-    expected = attend(*cast)
-    assert torch.equal(out, expected)
-    d_out = torch.linspace(-1, 1, out.numel()).view(out.shape).bfloat16()
-    found, wanted = (torch.autograd.grad(x, y, d_out) for x, y in ((out, leaves), (expected, cast)))
-    for d, y in zip(found, wanted, strict=True):
-        assert d.dtype == torch.float32
-        assert torch.equal(d, y.float())
