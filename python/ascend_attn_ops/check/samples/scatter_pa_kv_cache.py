@@ -110,7 +110,9 @@ CASES = [
 def build(case: CacheCase, dtype: torch.dtype) -> Sample:
     random = Random(f"{case.id}-{dtype}", dtype)
     new = random.numbers if case.averages else random.bytes
-    dtypes = (torch.int8 if case.int8_key else dtype, dtype)
+    # Beside keys of int8, values are int8 or of a half type.
+    int8_key = case.int8_key and dtype in (torch.float16, torch.bfloat16)
+    dtypes = (torch.int8 if int8_key else dtype, dtype)
     tensors: list[Tensor | None] = []
     strides, offsets = [1, 1], [0, 0]
     for i, (d, item) in enumerate(zip(case.d, dtypes, strict=True)):
