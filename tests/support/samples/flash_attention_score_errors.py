@@ -52,7 +52,7 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
         wrong_type(PLAIN, "bfloat16", key=normal(2, 2, 9, 8, dtype=torch.float16)),
         wrong_type(PLAIN, "bfloat16", value=normal(2, 2, 9, 8, dtype=torch.float32)),
         wrong(PLAIN, "positive", num_heads=0),
-        wrong(PLAIN, "N = 4, got 2", num_heads=2),
+        wrong(PLAIN, "N = 4 on axis 1 of layout BNSD, got 2", num_heads=2),
         wrong(BSH, "query: multiple of num_heads = 5", num_heads=5),
         wrong(BSH, "multiple of D = 8", key=normal(2, 9, 12)),
         wrong(BSH, "multiple of key's heads, 2", value=normal(2, 9, 13)),
