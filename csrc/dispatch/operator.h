@@ -22,8 +22,8 @@
 //                                    call lacks any, and the call that has them
 // Each backend adds one function `compute(const Op&, Outputs&)`. NPU, CPU and Meta share
 // check_and_allocate: it uses symbolic sizes and allocates with the options of the inputs.
-// check_values is called in the checked mode alone (core/value_checks.h), and defined beside the CPU
-// kernel, which makes most of its checks in every call.
+// check_values is called in the checked mode alone (core/value_checks.h), and defined beside the
+// CPU kernel, which makes most of its checks in every call.
 #pragma once
 
 #include <ATen/core/Tensor.h>

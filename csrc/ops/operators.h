@@ -32,7 +32,6 @@ using Operators = OperatorList<LightningIndexer, LightningIndexerGrad, SparseFla
                                PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
 
 // Operators that only autograd calls.
-using PrivateOperators =
-    OperatorList<FlashAttentionScoreExtendedGrad, AttentionUpdateGrad>;
+using PrivateOperators = OperatorList<FlashAttentionScoreExtendedGrad, AttentionUpdateGrad>;
 
 }  // namespace ascend_attn
