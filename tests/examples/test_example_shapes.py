@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_ops import npu_operators
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from support import fresh
@@ -98,10 +98,8 @@ def why_missing(error: Exception, device: Device) -> str:
 @pytest.fixture
 def torch_npu_as_before() -> Iterator[None]:
     """Examples may put a stand-in in its place, and other tests look for it."""
-    there = "torch_npu" in sys.modules
     yield
-    if not there:
-        sys.modules.pop("torch_npu", None)
+    npu_operators.disable()
 
 
 @pytest.mark.usefixtures("torch_npu_as_before")
