@@ -30,8 +30,7 @@ COMMAND = re.compile(rb"(\[\d+/\d+\]) .* -c (\S+) -o .*\n")
 def short_lines() -> Iterator[None]:
     """Prints the number and the name of a file in the place of the command that compiles it.
 
-    torch always asks ninja for the commands. Warnings, errors and a command that fails are
-    printed as they are.
+    torch always asks ninja for the commands. Warnings and errors are printed as they are.
     """
 
     def copy() -> None:
@@ -62,29 +61,22 @@ def short_lines() -> Iterator[None]:
 def units(sources: list[str], folders: Iterable[str], into: Path) -> list[str]:
     """Returns the sources, those of each folder as one file in `into` that includes them.
 
-    Most of them take longer to read headers than to compile. So names in unnamed namespaces are
-    unique in a folder.
+    Most take longer to read headers than to compile. Unnamed namespaces of a folder share names.
     """
-    made, rest = [], list(sources)
-    for folder in folders:
-        members = [x for x in rest if os.path.dirname(x) == folder]
-        rest = [x for x in rest if x not in members]
-        unit = into / f"{folder.replace('/', '_')}.cpp"
-        text = "".join(f'#include "{x.removeprefix("csrc/")}"\n' for x in members)
+    made = {folder: into / f"{folder.replace('/', '_')}.cpp" for folder in folders}
+    for folder, unit in made.items():
+        names = (x.removeprefix("csrc/") for x in sources if os.path.dirname(x) == folder)
+        text = "".join(f'#include "{x}"\n' for x in names)
         if not unit.exists() or unit.read_text() != text:
             unit.parent.mkdir(parents=True, exist_ok=True)
             unit.write_text(text)
-        made.append(str(unit))
-    return [*made, *rest]
+    return [*map(str, made.values()), *(x for x in sources if os.path.dirname(x) not in made)]
 
 
 def precompiled(compiler: Any, extension: Any, folder: Path) -> list[str]:
     """Returns flags that make GCC read the headers from a precompiled file in `folder`.
 
-    Most C++ files take longer to read these headers than to compile.
-
-    GCC reads the headers themselves where the file does not fit its other flags. Clang gets no
-    flags: it has files of another kind.
+    GCC reads the headers themselves where its other flags do not fit. Clang gets no flags.
     """
     compile_cpp = shlex.split(os.environ.get("CXX", "c++"))
     version = subprocess.run(

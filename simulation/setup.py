@@ -89,13 +89,11 @@ def libraries() -> list[Any]:
     ]
 
     def library(name: str, sources: str, *needs: str) -> Any:
-        file = f"lib{name}.so"
+        file, folders = f"lib{name}.so", UNITS.get(name, ())
+        files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{sources}"))
         return CppExtension(
             f"{LIBRARIES}.lib{name}",
-            units(
-                sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{sources}")),
-                UNITS.get(name, ()), Path("build/units"),
-            ),
+            units(files, folders, Path("build/units")),
             include_dirs=[str(ROOT / "csrc")],
             library_dirs=[str(torch_npu / "lib")],
             extra_compile_args=[*COMPILE_ARGS, *(f"-isystem{x}" for x in system), *FLAGS],

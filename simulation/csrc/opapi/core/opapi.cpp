@@ -451,6 +451,12 @@ int execute(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, a
   return submit(stream, [owned, workspace] { return run(*owned, workspace); });
 }
 
+bool is_missing(std::string_view function) {
+  const char* names = std::getenv("CANN_SIM_WITHOUT");  // with commas between them
+  const auto quoted = ',' + std::string(function) + ',';
+  return names && (',' + std::string(names) + ',').find(quoted) != std::string::npos;
+}
+
 }  // namespace cann_sim
 
 using namespace cann_sim;
