@@ -106,6 +106,8 @@ class Operator:
                 check_memory(self.name, argument, tensor)
             if isinstance(x, Tensor) and x.is_nested:
                 raise wrong(TypeError, self.name, argument, _EXPECTED[kind], shown(x))
+        if keywords.get("layout", "") is None:
+            keywords["layout"] = "None"  # the operator lists those that it takes
         try:
             return self.overload(*values[:positional], **keywords)
         except RuntimeError as error:
@@ -116,7 +118,5 @@ class Operator:
             got = given[list(self.types).index(argument)]
             if argument in LENGTHS:
                 raise not_lengths((self.name, argument), got) from None
-            if argument == "layout" and got is None:  # the operator lists those that it takes
-                return self.overload(*values[:positional], **{**keywords, argument: "None"})
             expected = _EXPECTED[self.types[argument]]
             raise wrong(TypeError, self.name, argument, expected, shown(got)) from None
