@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +16,9 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops import npu_operators
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
+from ascend_attn_ops.npu_operators import stand_in
 from support import fresh
 from support.checkout import EXAMPLES, ROOT
 from support.turns import nightly, seed
@@ -96,10 +97,10 @@ def why_missing(error: Exception, device: Device) -> str:
 
 
 @pytest.fixture
-def torch_npu_as_before() -> Iterator[None]:
-    """Examples may put a stand-in in its place, and other tests look for it."""
-    yield
-    npu_operators.disable()
+def torch_npu_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples want a stand-in in its place, which support.npu_names hides from other tests."""
+    if "torch_npu" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "torch_npu", stand_in._module)
 
 
 @pytest.mark.usefixtures("torch_npu_as_before")
