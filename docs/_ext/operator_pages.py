@@ -144,9 +144,7 @@ def limits(row: Row) -> list[str]:
 
 
 def example(operator: str) -> list[str]:
-    """Nothing for gradients that autograd calls, which have none."""
-    text = example_of(operator)
-    return ["## Example", f"```{{doctest}}\n{text}\n```"] if text else []
+    return ["## Example", f"```{{doctest}}\n{example_of(operator)}\n```"]
 
 
 def forward_sections(row: Row, page: Path) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ascend_attn_ops import _C
 from ascend_attn_ops._torch import FakeTensor, is_functorch_wrapped_tensor
 
-_OF_CANN = {f"ascend::{row['operator']}" for row in _C.limits_table()}
+_OF_CANN = {f"ascend::{name}" for name in _C.direct_calls}
 _LONGEST = 100  # characters of a value in a message
 _WHOLE = (int, torch.SymInt)
 _LARGEST_FLOAT = int(sys.float_info.max)

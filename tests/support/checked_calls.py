@@ -86,7 +86,7 @@ CHECKED_CALLS = [
     # Two sequences of four rows and one head, of which the last three are kept.
     _written([2, 0], "2 written by entries 1 and 0 ", compress_lens=[3, 3], seq_lens=[4, 4]),
 ]  # fmt: skip
-# Rows of which a device was once thought to compute other numbers.
+# Rows that end within a block, or have a gap between blocks, and rows of a cache that are skipped.
 RIGHT_CALLS = [
     partial(selecting, "sparse_flash_attention_grad", [0, 1], 16, 23),
     partial(selecting, "sparse_flash_attention", [0, -1, 1], 8, 24),

@@ -225,6 +225,16 @@ def flash_attention_score_grad(
     Raises:
         As :func:`flash_attention_score`.
 
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> options = {"num_heads": 4, "layout": "BSND", "scale_value": 0.125}
+        >>> query, key, value = torch.randn(3, 1, 6, 4, 64, dtype=torch.bfloat16)
+        >>> out, *statistics = ascend_attn_ops.flash_attention_score(query, key, value, **options)
+        >>> d_query, *others = ascend_attn_ops.flash_attention_score_grad(
+        ...     query, key, value, torch.ones_like(out), *statistics, out, **options)
+        >>> d_query.shape
+        torch.Size([1, 6, 4, 64])
+
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """

@@ -56,6 +56,22 @@ def sparse_lightning_indexer_grad_kl_loss(
     Raises:
         As :func:`lightning_indexer_kl_loss`.
 
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> def bfloat16(*shape):
+        ...     return torch.randn(1, 8, *shape, dtype=torch.bfloat16)
+        >>> query, latent = bfloat16(64, 512), bfloat16(1, 512)
+        >>> options = {"scale_value": 192**-0.5, "query_rope": bfloat16(64, 64),
+        ...            "key_rope": bfloat16(1, 64)}
+        >>> indexer = bfloat16(8, 128), bfloat16(1, 128), bfloat16(8)
+        >>> indices, _ = ascend_attn_ops.lightning_indexer(*indexer)
+        >>> _, *statistics = ascend_attn_ops.sparse_flash_attention(
+        ...     query, latent, latent, indices, **options)
+        >>> *_, d_weights, loss = ascend_attn_ops.sparse_lightning_indexer_grad_kl_loss(
+        ...     query, latent, *indexer, indices, *statistics, **options)
+        >>> d_weights.shape, loss.shape
+        (torch.Size([1, 8, 8]), torch.Size([1]))
+
     Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
     aclnnSparseLightningIndexerGradKLLoss.
     """
