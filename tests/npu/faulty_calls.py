@@ -3,12 +3,14 @@ failure."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import cann_simulator
+import pytest
 import torch
 from ascend_attn_ops.device_limits import table
 from device_samples import to_npu
@@ -142,8 +144,14 @@ def call_that_fails(operator: str, function: str, name: str, recipe: str, handle
             outputs = sample.call(torch.ops.ascend)
             where = "wait"
             torch.npu.synchronize()
+            time.sleep(0.1)  # torch_npu's thread empties its queue before it marks it as failed
+            torch.npu.synchronize()
         except RuntimeError as error:
             answer = {"where": where, "text": str(error), "type": type(error).__name__}
+            if "torch_npu's task queue has" in answer["text"]:  # seen before torch_npu reported it
+                with pytest.raises(RuntimeError) as report:
+                    torch.npu.synchronize()
+                answer["text"] = str(report.value)
     outputs = None  # noqa: F841
     after = cann_simulator.live_handles()
     answer["handles"] = {kind: after[kind] - before[kind] for kind in after}
