@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ascend_attn_ops import _flash_calls as calls
 from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops import flash_attn
 from ascend_attn_ops._arguments import check_count, check_tensor, wrong
 from ascend_attn_ops._flash_cache import attend_with_cache
 from ascend_attn_ops._flash_passes import (
@@ -28,6 +27,7 @@ from ascend_attn_ops._flash_passes import (
     packed_gradients,
     write,
 )
+from ascend_attn_ops.flash_attn import flash_attn_interface as flash_attn
 
 __all__ = [
     "_flash_attn_backward",

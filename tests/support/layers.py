@@ -52,7 +52,8 @@ PACKAGE_PARTS = {
         "LightningIndexer, compressed keys, training, int8", ("operators",),
     ),
     "flash_attn": Part(
-        ("flash_attn*.py", "_flash_*.py", "_varlen_attention.py"), "flash-attn's API",
+        ("flash_attn/*", "flash_attn_interface.py", "_flash_*.py", "_varlen_attention.py"),
+        "flash-attn's API",
         ("operators",),
     ),
     "comparison": Part(

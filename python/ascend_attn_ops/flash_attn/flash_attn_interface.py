@@ -1,8 +1,6 @@
 """flash-attn's functions, by their own names and signatures, over the operators.
 
-``from ascend_attn_ops.flash_attn import flash_attn_func`` takes the place of
-``from flash_attn import flash_attn_func``, on the CPU and on an NPU. The names with an underscore
-are the passes that libraries of ring attention call.
+The names with an underscore are the passes that libraries of ring attention call.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from ascend_attn_ops._flash_passes import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from ascend_attn_ops._varlen_attention import register_flash_attention_impl
 
 __all__ = [
     "_flash_attn_backward",
@@ -35,7 +32,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
-    "register_flash_attention_impl",
 ]
 
 
