@@ -73,8 +73,12 @@ test: build .venv/test
 test-npu: build-npu
 	$(NPU) tests/npu/run.py $(IN_PARALLEL) $(PYTEST_ARGS)
 
+# Packages whose programs run over ours.
+OTHERS := yunchang==0.6.* ring_flash_attn==0.1.* 'trl>=1.16,<2' 'peft>=0.21,<1' 'datasets>=5,<6'
+
 # Every dtype, level, device, example, number of ranks and vector unit, and other versions.
 test-all: build-npu .venv/test
+	$(CPU) $(PIP_INSTALL) $(OTHERS) torch==$(shell $(CPU) -c 'import torch; print(torch.__version__)')
 	$(CPU) -m pytest --ignore=tests/npu --all $(IN_PARALLEL)
 	$(NPU) tests/npu/run.py --all $(IN_PARALLEL)
 	$(MAKE) matrix SHARE=12

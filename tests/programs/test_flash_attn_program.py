@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import ascend_attn_ops.flash_attn
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setitem(sys.modules, "flash_attn", ascend_attn_ops.flash_attn)
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.delitem(sys.modules, "flash_attn_program", raising=False)
+    ascend_attn_ops.flash_attn.enable()
     import flash_attn_program
 
-    return flash_attn_program
+    yield flash_attn_program
+    ascend_attn_ops.flash_attn.disable()
 
 
 @pytest.fixture

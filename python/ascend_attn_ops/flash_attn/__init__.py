@@ -1,11 +1,16 @@
 """flash-attn's names over the operators, with the signatures of the version that it states.
 
 ``from ascend_attn_ops.flash_attn import flash_attn_func`` takes the place of
-``from flash_attn import flash_attn_func``, on the CPU and on an NPU.
+``from flash_attn import flash_attn_func``, on the CPU and on an NPU; :func:`enable` does so for
+programs that are not ours to change.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+
+from ascend_attn_ops._patches import Patch
 from ascend_attn_ops._varlen_attention import register_flash_attention_impl
 from ascend_attn_ops.flash_attn.flash_attn_interface import (
     _flash_attn_backward,
@@ -21,11 +26,15 @@ from ascend_attn_ops.flash_attn.flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
+__version__ = "2.8.3+ascend"
+
 __all__ = [
     "_flash_attn_backward",
     "_flash_attn_forward",
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
+    "disable",
+    "enable",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -35,3 +44,41 @@ __all__ = [
     "flash_attn_with_kvcache",
     "register_flash_attention_impl",
 ]
+
+_MODULES = ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary")
+_enabled: Patch | None = None
+
+
+def enable() -> None:
+    """Make ``import flash_attn`` give this module, where flash-attn cannot be imported.
+
+    Then programs and packages written for flash-attn run unchanged. Where flash-attn can be
+    imported, and when it is called again, it has no effect. :func:`disable` undoes it.
+
+    Example:
+        >>> import ascend_attn_ops.flash_attn
+        >>> ascend_attn_ops.flash_attn.enable()
+        >>> from flash_attn.bert_padding import pad_input, unpad_input
+        >>> import flash_attn
+        >>> flash_attn.__version__
+        '2.8.3+ascend'
+    """
+    global _enabled
+    if _enabled is not None:
+        return
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError):
+        with Patch() as patch:
+            for name in _MODULES:
+                module = importlib.import_module(f"{__name__}{name}")
+                patch.set_item(sys.modules, f"flash_attn{name}", module)
+        _enabled = patch
+
+
+def disable() -> None:
+    """Undo :func:`enable`. What was imported meanwhile stays with who imported it."""
+    global _enabled
+    if _enabled is not None:
+        _enabled.undo()
+        _enabled = None

@@ -1,0 +1,1 @@
+"""The layers of flash-attn that are not attention."""
