@@ -59,7 +59,17 @@ RING = {
 }  # fmt: skip
 PACKED_RING = {name: torch.ones(5, 4, 8) for name in RING}
 
-# A call of every operator that takes more than it follows.
+MLA = {
+    "q": bf16(1, 3, 64, 512), "ori_kv": bf16(1, 3, 1, 512), "sinks": torch.zeros(64),
+    "layout_kv": "BSND",
+}  # fmt: skip
+MLA_GRAD = {**MLA, "dout": MLA["q"], "attn_out": MLA["q"], "softmax_lse": torch.zeros(1, 1, 3, 64)}
+CMP_INDEXER = {
+    "q": bf16(1, 3, 8, 128), "k": bf16(1, 3, 1, 128), "w": torch.rand(1, 3, 8), "topk": 512
+}  # fmt: skip
+CANN = "cann_ops_transformer::"
+
+# A call of every operator that takes more than it follows, of torch_npu unless it says another.
 CALLS: dict[str, dict[str, Any]] = {
     "npu_fusion_attention": FUSION,
     "npu_fusion_attention_v2": FUSION,
@@ -71,9 +81,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "npu_incre_flash_attention": STEP,
     "npu_fused_infer_attention_score": INFERENCE,
     "npu_fused_infer_attention_score_v2": INFERENCE_2,
+    "npu_fused_infer_attention_score.out": {**INFERENCE, "out": [QUERY, QUERY]},
+    "npu_fused_infer_attention_score_v2.out": {**INFERENCE_2, "out": [QUERY, QUERY]},
     "npu_sparse_flash_attention": SPARSE,
     "npu_sparse_lightning_indexer_grad_kl_loss": LOSS,
     "npu_rotary_mul": ROTARY,
+    "_C_ascend::npu_sparse_attn_sharedkv": MLA,
+    f"{CANN}lightning_indexer": CMP_INDEXER,
+    f"{CANN}sparse_flash_mla": MLA,
+    f"{CANN}sparse_flash_mla_grad": MLA_GRAD,
 }
 # Arguments of these types, with a value that is not the default.
 ANOTHER: dict[str, Any] = {
@@ -86,10 +102,20 @@ ANOTHER: dict[str, Any] = {
 }
 
 
+def qualified(name: str) -> str:
+    return name if "::" in name else f"npu::{name}"
+
+
+def operator(name: str) -> Any:
+    namespace, _, rest = qualified(name).partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
 def not_followed(name: str) -> list[tuple[str, str]]:
     """The arguments that the row does not follow, and their types."""
-    row = next(x for x in TABLE if x.name == f"npu::{name}")
-    arguments = getattr(torch.ops.npu, name).default._schema.arguments
+    row = next(x for x in TABLE if x.name == qualified(name))
+    arguments = operator(name)._schema.arguments
     left_out = [
         x for x in arguments if not row.follows(x.name) and x.name not in row.without_effect
     ]
@@ -102,13 +128,12 @@ CASES = [(name, argument, kind) for name in CALLS for argument, kind in not_foll
 @pytest.mark.parametrize(("name", "argument", "kind"), CASES)
 def test_arguments_that_are_not_computed(name: str, argument: str, kind: str) -> None:
     call = {**CALLS[name], argument: ANOTHER[kind]}
-    with pytest.raises(NotImplementedError, match=f"^npu::{name}: {argument}: expected "):
-        getattr(torch_npu, name)(**call)
+    with pytest.raises(NotImplementedError, match=f"^{qualified(name)}: {argument}: expected "):
+        operator(name)(**call)
 
 
 def test_every_operator_is_among_them_or_follows_all() -> None:
-    names = [name.partition("::")[2] for name in SCHEMAS if name.startswith("npu::")]
-    assert {name for name in names if not_followed(name)} == set(CALLS)
+    assert {name for name in SCHEMAS if not_followed(name)} == set(map(qualified, CALLS))
 
 
 # Values of arguments that are followed.
@@ -157,6 +182,16 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      ValueError, "actual_seq_lengths_key: expected"),
     ("npu_fused_infer_attention_score", INFERENCE, {**PAGES, "actual_seq_lengths_kv": [3, 4]},
      ValueError, "key: expected"),
+    ("npu_fused_infer_attention_score.out", INFERENCE, {"out": [QUERY]}, ValueError,
+     "out: expected two tensors, got 1"),
+    ("npu_fused_infer_attention_score.out", INFERENCE, {"out": [KEY, KEY]}, ValueError,
+     r"out: expected a tensor of bfloat16 \[2, 5, 4, 64\], got .* \[2, 7, 2, 64\]"),
+    (f"{CANN}sparse_flash_mla", MLA, {"layout_q": "TND", "seqused_q": torch.ones(1).int()},
+     NotImplementedError, "seqused_q: expected None in layout TND, got"),
+    (f"{CANN}sparse_flash_mla", {**MLA, "layout_kv": "TND"},
+     {"cu_seqlens_ori_kv": torch.tensor([1, 3])}, ValueError, "cu_seqlens_ori_kv: expected the "),
+    (f"{CANN}sparse_flash_mla_grad", MLA_GRAD, {"layout_kv": "TND"}, NotImplementedError,
+     "layout_kv: expected layout_q, BSND, got 'TND'"),
     ("npu_sparse_flash_attention", SPARSE, {"attention_mode": 0}, NotImplementedError,
      "attention_mode: expected 2, got 0"),
     ("npu_sparse_flash_attention", SPARSE, {"value": None}, NotImplementedError, "value: expected"),
@@ -193,8 +228,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
 def test_values_that_are_not_computed(
     name: str, call: dict[str, Any], changed: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=f"^(npu::{name}|ascend::[a-z_]+): .*{message}"):
-        getattr(torch_npu, name)(**{**call, **changed})
+    with pytest.raises(error, match=f"^({qualified(name)}|ascend::[a-z_]+): .*{message}"):
+        operator(name)(**{**call, **changed})
 
 
 def test_blocks_that_are_none() -> None:

@@ -17,5 +17,8 @@ enable(stand_in=True)
 torch_npu: Any = importlib.import_module("torch_npu")
 if isinstance(torch_npu, StandIn):
     del sys.modules["torch_npu"]
+cann_ops: Any = importlib.import_module("cann_ops_transformer.ops")
+if isinstance(cann_ops, StandIn):
+    del sys.modules["cann_ops_transformer"], sys.modules["cann_ops_transformer.ops"]
 
 SQUARE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

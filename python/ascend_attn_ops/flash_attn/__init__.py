@@ -77,7 +77,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`. What was imported meanwhile stays with who imported it."""
+    """Undo :func:`enable`. Names that were imported meanwhile stay with who imported them."""
     global _enabled
     if _enabled is not None:
         _enabled.undo()

@@ -1,4 +1,5 @@
-"""torch_npu's attention operators on the CPU, by torch_npu's own names.
+"""torch_npu's attention operators on the CPU, by torch_npu's own names; also those of
+cann_ops_transformer and of vLLM-Ascend.
 
 It loads when it is used, and replaces nothing before `enable` is called.
 """
@@ -6,13 +7,15 @@ It loads when it is used, and replaces nothing before `enable` is called.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.npu_operators import stand_in as stand_ins
-from ascend_attn_ops.npu_operators.schemas import SCHEMAS
+from ascend_attn_ops.npu_operators.schemas import RELEASE, RELEASE_OF_CANN, SCHEMAS
 from ascend_attn_ops.npu_operators.table import TABLE
 from ascend_attn_ops.npu_operators.translation import Translation, register
 
@@ -26,13 +29,16 @@ def enable(*, stand_in: bool = False) -> None:
 
     The operators that this library computes get kernels for the CPU, for the device "meta" and so
     for fake tensors, with gradients where torch_npu has them. Their kernels for the NPU stay as
-    they are. An argument that is not computed here is an error that names it.
+    they are. An argument that is not computed here is an error that names it. So do the operators
+    of DeepSeek's models in ``cann_ops_transformer.ops``, and in ``torch.ops._C_ascend``, which
+    vLLM-Ascend has.
 
     Calling it again has no effect; :func:`disable` undoes it.
 
     Args:
         stand_in: where torch_npu cannot be imported, define the schemas of these operators, and a
-            module ``torch_npu`` that has nothing else. Where it can, no effect.
+            module ``torch_npu`` that has nothing else; the same for ``cann_ops_transformer``, and
+            the schemas alone where vLLM-Ascend is not installed. Where they are, no effect.
 
     Raises:
         ImportError: torch_npu cannot be imported, and no stand-in is wanted.
@@ -52,13 +58,13 @@ def enable(*, stand_in: bool = False) -> None:
     # Kernels live as long as the libraries that registered them: one for each namespace.
     libraries: dict[str, torch.library.Library] = {}
     with Patch() as patch:
-        torch_npu = _torch_npu(stand_in, patch)
+        homes = _homes(stand_in, patch)
         for translation in TABLE:
             namespace = translation.name.partition("::")[0]
             if namespace not in libraries:
                 libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
                 patch.on_undo(libraries[namespace]._destroy)
-            _add(torch_npu, libraries[namespace], translation, patch)
+            _add(homes[namespace], libraries[namespace], translation, patch)
     _enabled = patch
 
 
@@ -74,12 +80,35 @@ def disable() -> None:
         _enabled = None
 
 
+class _Home(NamedTuple):
+    """Where the operators of a namespace are: their module, and whether we define what it lacks."""
+
+    module: ModuleType | None
+    ours: bool
+
+
+def _homes(stand_in: bool, patch: Patch) -> dict[str, _Home]:
+    torch_npu = _torch_npu(stand_in, patch)
+    cann_ops = "cann_ops_transformer.ops"
+    homes = {
+        "npu": _Home(torch_npu, isinstance(torch_npu, stand_ins.StandIn)),
+        "atb": _Home(torch_npu, True),
+        "_C_ascend": _Home(None, stand_in and importlib.util.find_spec("vllm_ascend") is None),
+    }
+    try:
+        homes["cann_ops_transformer"] = _Home(importlib.import_module(cann_ops), False)
+    except (ImportError, OSError, RuntimeError):
+        module = stand_ins.install(cann_ops, RELEASE_OF_CANN, patch) if stand_in else None
+        homes["cann_ops_transformer"] = _Home(module, stand_in)
+    return homes
+
+
 def _torch_npu(stand_in: bool, patch: Patch) -> ModuleType:
     try:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         if stand_in:
-            return stand_ins.install(patch)
+            return stand_ins.install("torch_npu", RELEASE, patch)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         release = ".".join(torch.__version__.split(".")[:2])
         raise ImportError(
@@ -91,17 +120,20 @@ def _torch_npu(stand_in: bool, patch: Patch) -> ModuleType:
 
 
 def _add(
-    torch_npu: ModuleType, library: torch.library.Library, translation: Translation, patch: Patch
+    home: _Home, library: torch.library.Library, translation: Translation, patch: Patch
 ) -> None:
     namespace, _, operator = translation.name.partition("::")
+    packet, _, overload = operator.partition(".")
     operators = getattr(torch.ops, namespace)
-    if not hasattr(operators, operator):
-        if namespace == "npu" and not isinstance(torch_npu, stand_ins.StandIn):
-            return  # this release of torch_npu does not have it
+    if not hasattr(getattr(operators, packet, None), overload or "default"):
+        if not home.ours:
+            return  # the installed release does not have it
         library.define(operator + SCHEMAS[translation.name])
-        of_torch_npu = getattr(torch_npu, operator, None)
-        patch.set_attribute(torch_npu, operator, getattr(operators, operator))
-        if of_torch_npu is not None:
-            # This kernel raises the error that says why torch.ops.atb cannot be loaded.
-            library.impl(operator, of_torch_npu, "PrivateUse1")
-    register(library, translation, getattr(operators, operator).default._schema)
+        if home.module is not None and not overload:
+            of_module = getattr(home.module, operator, None)
+            patch.set_attribute(home.module, operator, getattr(operators, operator))
+            if of_module is not None:
+                # This kernel raises the error that says why torch.ops.atb cannot be loaded.
+                library.impl(operator, of_module, "PrivateUse1")
+    schema = getattr(getattr(operators, packet), overload or "default")._schema
+    register(library, translation, schema)

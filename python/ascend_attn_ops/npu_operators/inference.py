@@ -1,12 +1,14 @@
-"""npu_prompt_flash_attention, npu_incre_flash_attention and npu_fused_infer_attention_score."""
+"""torch_npu's operators for inference, and their forms for graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._arguments import shown
 from ascend_attn_ops.npu_operators.translation import unsupported
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -56,3 +58,47 @@ def fused(
     if layout == "NTD":
         out = out.transpose(0, 1).contiguous()
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def fused_out(
+    name: str, out: Sequence[Tensor], return_softmax_lse: bool, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`fused` into `out`, whose second tensor has any shape unless the log-sum-exp is wanted."""
+    results = fused(name, return_softmax_lse=return_softmax_lse, **options)
+    if len(out) != 2:
+        raise ValueError(f"{name}: out: expected two tensors, got {len(out)}")
+    _write(name, out[: 1 + return_softmax_lse], results)
+    return out[0], out[1]
+
+
+def paged(
+    name: str,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    block_table: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+) -> None:
+    """One token of each sequence, (B, N, D), over pages of (blocks, block_size, Nk, D)."""
+    result, _ = torch.ops.ascend.fused_infer_attention_score(
+        query.unsqueeze(1), key_cache.flatten(2), value_cache.flatten(2), layout="BSND",
+        num_heads=num_heads, num_key_value_heads=num_kv_heads, scale_value=scale_value,
+        block_table=block_table, actual_seq_lengths_key=context_lens,
+    )  # fmt: skip
+    _write(name, [out], [result.squeeze(1)])
+
+
+def workspace(query: Tensor, **options: Any) -> Tensor:
+    """The memory that a launch needs: none here."""
+    return query.new_empty(0, dtype=torch.uint8)
+
+
+def _write(name: str, into: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    for given, result in zip(into, results, strict=False):
+        if given.shape != result.shape or given.dtype != result.dtype:
+            raise ValueError(f"{name}: out: expected {shown(result)}, got {shown(given)}")
+        given.copy_(result)

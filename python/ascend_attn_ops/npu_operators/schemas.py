@@ -1,6 +1,7 @@
-"""The schemas of torch_npu's operators, as this release has them.
+"""The schemas of others' operators: torch_npu's of this release, vLLM-Ascend's (_C_ascend) and
+those of CANN's own package, cann_ops_transformer.
 
-Where torch_npu is installed its own are in force; these serve where it is not.
+Where one is installed its own are in force; these serve where it is not.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import re
 
 RELEASE = "2.13.0"
+RELEASE_OF_CANN = "9.1.0"
 
-# torch_npu loads the library of torch.ops.atb, which the last one is of, where NNAL is installed.
+# torch_npu loads the library of torch.ops.atb where NNAL is installed.
 _SCHEMAS = """\
 npu::npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout,
     Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1.0,
@@ -149,6 +151,92 @@ npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor
 npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor
 atb::_npu_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
     Tensor slot_indices) -> ()
+atb::_npu_paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads,
+    int num_heads, float scale_value, Tensor block_table, Tensor context_lens, Tensor(a!) out, *,
+    Tensor? workspace=None) -> ()
+atb::_npu_paged_attention_get_workspace(Tensor query, Tensor key_cache, Tensor value_cache,
+    int num_kv_heads, int num_heads, float scale_value, Tensor block_table, Tensor context_lens,
+    Tensor(a!) out) -> Tensor
+_C_ascend::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *,
+    Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
+    Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,
+    int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,
+    bool return_value=False) -> (Tensor, Tensor)
+_C_ascend::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices,
+    float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,
+    Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None,
+    int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3,
+    int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=2,
+    bool return_softmax_lse=False) -> (Tensor, Tensor, Tensor)
+_C_ascend::npu_sparse_attn_sharedkv(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None,
+    Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None,
+    Tensor? cmp_block_table=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None,
+    Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, Tensor? seqused_kv=None,
+    Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=0, int cmp_ratio=0,
+    int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=128, int ori_win_right=0,
+    str layout_q="BSND", str layout_kv="PA_ND", bool return_softmax_lse=False) -> (Tensor, Tensor)
+_C_ascend::npu_sparse_attn_sharedkv_metadata(int num_heads_q, int num_heads_kv, int head_dim,
+    Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None,
+    Tensor? seqused_q=None, Tensor? seqused_kv=None, int batch_size=0, int max_seqlen_q=0,
+    int max_seqlen_kv=0, int ori_topk=0, int cmp_topk=0, int cmp_ratio=4, int ori_mask_mode=4,
+    int cmp_mask_mode=3, int ori_win_left=128, int ori_win_right=0, str layout_q="BSND",
+    str layout_kv="PA_ND", bool has_ori_kv=True, bool has_cmp_kv=True, str device="npu") -> Tensor
+cann_ops_transformer::lightning_indexer_metadata(int num_heads_q, int num_heads_k, int head_dim,
+    int topk, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None,
+    Tensor? seqused_k=None, Tensor? cmp_residual_k=None, int? batch_size=None,
+    int? max_seqlen_q=None, int? max_seqlen_k=None, str? layout_q=None, str? layout_k=None,
+    int? mask_mode=None, int? cmp_ratio=None) -> Tensor
+cann_ops_transformer::lightning_indexer(Tensor q, Tensor k, Tensor w, int topk, *,
+    Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None,
+    Tensor? seqused_k=None, Tensor? cmp_residual_k=None, Tensor? block_table=None,
+    Tensor? output_idx_offset=None, Tensor? metadata=None, int max_seqlen_q=-1, str layout_q="BSND",
+    str layout_k="BSND", int mask_mode=0, int cmp_ratio=1, int return_value=0) -> (Tensor, Tensor)
+cann_ops_transformer::sparse_flash_mla_metadata(int num_heads_q, int num_heads_kv, int head_dim, *,
+    Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None,
+    Tensor? seqused_q=None, Tensor? seqused_ori_kv=None, Tensor? seqused_cmp_kv=None,
+    Tensor? cmp_residual_kv=None, Tensor? ori_topk_length=None, Tensor? cmp_topk_length=None,
+    int? batch_size=None, int? max_seqlen_q=None, int? max_seqlen_ori_kv=None,
+    int? max_seqlen_cmp_kv=None, int? ori_topk=None, int? cmp_topk=None, int? cmp_ratio=None,
+    int? ori_mask_mode=None, int? cmp_mask_mode=None, int? ori_win_left=None,
+    int? ori_win_right=None, str? layout_q=None, str? layout_kv=None, bool? has_ori_kv=None,
+    bool? has_cmp_kv=None) -> Tensor
+cann_ops_transformer::sparse_flash_mla(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None,
+    Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None,
+    Tensor? cmp_block_table=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None,
+    Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, Tensor? seqused_ori_kv=None,
+    Tensor? seqused_cmp_kv=None, Tensor? cmp_residual_kv=None, Tensor? ori_topk_length=None,
+    Tensor? cmp_topk_length=None, Tensor? sinks=None, Tensor? metadata=None,
+    float softmax_scale=1.0, int cmp_ratio=1, int ori_mask_mode=4, int cmp_mask_mode=3,
+    int ori_win_left=127, int ori_win_right=0, str layout_q="BSND", str layout_kv="BSND",
+    int topk_value_mode=1, bool return_softmax_lse=False) -> (Tensor, Tensor)
+cann_ops_transformer::sparse_flash_mla_grad_metadata(int num_heads_q, int num_heads_kv,
+    int head_dim, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None,
+    Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, Tensor? seqused_ori_kv=None,
+    Tensor? seqused_cmp_kv=None, Tensor? cmp_residual_kv=None, Tensor? ori_topk_length=None,
+    Tensor? cmp_topk_length=None, int? batch_size=None, int? max_seqlen_q=None,
+    int? max_seqlen_ori_kv=None, int? max_seqlen_cmp_kv=None, int? ori_topk=None,
+    int? cmp_topk=None, int? cmp_ratio=None, int? ori_mask_mode=None, int? cmp_mask_mode=None,
+    int? ori_win_left=None, int? ori_win_right=None, str? layout_q=None, str? layout_kv=None,
+    bool? has_ori_kv=None, bool? has_cmp_kv=None) -> Tensor
+cann_ops_transformer::sparse_flash_mla_grad(Tensor q, Tensor dout, Tensor attn_out,
+    Tensor softmax_lse, Tensor? ori_kv=None, Tensor? cmp_kv=None, Tensor? ori_sparse_indices=None,
+    Tensor? cmp_sparse_indices=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None,
+    Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, Tensor? seqused_ori_kv=None,
+    Tensor? seqused_cmp_kv=None, Tensor? cmp_residual_kv=None, Tensor? ori_topk_length=None,
+    Tensor? cmp_topk_length=None, Tensor? sinks=None, Tensor? metadata=None,
+    float softmax_scale=None, int cmp_ratio=None, int ori_mask_mode=0, int cmp_mask_mode=0,
+    int ori_win_left=-1, int ori_win_right=-1, str layout_q="BSND",
+    str layout_kv="BSND") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+cann_ops_transformer::sparse_lightning_indexer_kl_loss_grad_metadata(int num_heads_q,
+    int num_heads_k, int head_dim, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,
+    Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? cmp_residual_k=None,
+    int? batch_size=None, int? max_seqlen_q=None, int? max_seqlen_k=None, int? topk=None,
+    str? layout_q=None, str? layout_k=None, int? mask_mode=None, int? cmp_ratio=None) -> Tensor
+cann_ops_transformer::sparse_lightning_indexer_kl_loss_grad(Tensor q, Tensor k, Tensor w,
+    Tensor sparse_indices, Tensor attn_softmax_l1_norm, *, Tensor? cu_seqlens_q=None,
+    Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None,
+    Tensor? cmp_residual_k=None, Tensor? metadata=None, str layout_q="TND", str layout_k="TND",
+    int mask_mode=3, int cmp_ratio=1) -> (Tensor, Tensor, Tensor, Tensor)
 """
 
 # Without their names, which are the keys.
@@ -156,3 +244,11 @@ SCHEMAS: dict[str, str] = {
     schema[: schema.index("(")]: schema[schema.index("(") :]
     for schema in re.sub(r"\n +", " ", _SCHEMAS).splitlines()
 }
+
+# The forms for graphs: into given outputs, with a workspace that the caller keeps.
+for _name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
+    _arguments = SCHEMAS[f"npu::{_name}"].removesuffix(") -> (Tensor, Tensor)")
+    SCHEMAS[f"npu::{_name}.out"] = (
+        f"{_arguments}, Tensor? workspace=None, Tensor[] out) -> (Tensor, Tensor)"
+    )
+    SCHEMAS[f"npu::_{_name}_get_max_workspace"] = f"{_arguments}) -> Tensor"

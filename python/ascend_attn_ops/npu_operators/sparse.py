@@ -1,4 +1,4 @@
-"""The sparse operators of torch_npu: what they refuse beside ours."""
+"""The sparse operators of torch_npu and of vLLM-Ascend: what they refuse beside ours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attention(
         )
     if layout_kv != _PAGED:
         _check_one_layout(name, "layout_kv", layout, layout_kv, block_table)
-    elif return_softmax_lse:
+    elif return_softmax_lse and name.startswith("npu::"):  # vLLM-Ascend's operator returns them
         raise unsupported(name, "return_softmax_lse", f"False beside layout_kv {_PAGED}", True)
     return torch.ops.ascend.sparse_flash_attention(
         value=value, layout=layout, layout_kv=layout_kv, block_table=block_table,

@@ -1,39 +1,43 @@
-"""A module in the place of torch_npu: its attention operators, where it cannot be installed."""
+"""Modules in the place of torch_npu and others: their operators, where they are not installed."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import sys
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 from ascend_attn_ops._patches import Patch
-from ascend_attn_ops.npu_operators.schemas import RELEASE
-
-_NAME = "torch_npu"
 
 
 class StandIn(ModuleType):
     """Says what it is where anything is asked for that it has not."""
 
-    def __init__(self) -> None:
-        super().__init__(_NAME, __doc__)
-        self.__version__ = f"{RELEASE}+stand-in"
+    def __init__(self, name: str, release: str) -> None:
+        super().__init__(name, __doc__)
+        self.__version__ = f"{release}+stand-in"
         # importlib.util.find_spec fails on a module without one.
-        self.__spec__ = importlib.machinery.ModuleSpec(_NAME, None, origin=__name__)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=__name__)
 
     def __getattr__(self, name: str) -> Any:
         operators = sorted(x for x in vars(self) if not x.startswith("__"))
         raise AttributeError(
-            f"module {_NAME!r} has no attribute {name!r}: it is a stand-in, which "
+            f"module {self.__name__!r} has no attribute {name!r}: it is a stand-in, which "
             f"ascend_attn_ops.npu_operators made, and has {', '.join(operators)}"
         )
 
 
-_module = StandIn()
+@cache
+def _module(name: str, release: str) -> StandIn:
+    return StandIn(name, release)
 
 
-def install(patch: Patch) -> StandIn:
-    """Make `import torch_npu` give the stand-in, at first without operators."""
-    patch.set_item(sys.modules, _NAME, _module)
-    return _module
+def install(name: str, release: str, patch: Patch) -> StandIn:
+    """Make an import of the module give a stand-in, at first without operators."""
+    module = _module(name, release)
+    patch.set_item(sys.modules, name, module)
+    parent, _, attribute = name.rpartition(".")
+    if parent:
+        setattr(install(parent, release, patch), attribute, module)
+    return module

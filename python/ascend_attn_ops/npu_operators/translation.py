@@ -1,4 +1,4 @@
-"""Makes kernels of an operator of torch_npu from a row of the table (`table.py`)."""
+"""Makes kernels of an operator of others from a row of the table (`table.py`)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,43 @@ from ascend_attn_ops._arguments import shown
 from ascend_attn_ops._operators import signature_of
 from ascend_attn_ops._torch import below_autograd, has_kernel, is_fake, without_autocast
 
-# torch_npu's arguments by this library's names, in all operators.
+# Their arguments by this library's names, in all operators.
 NAMES = {
     "actual_seq_klen": "actual_seq_lengths_key",
     "actual_seq_kvlen": "actual_seq_lengths_key",
     "actual_seq_lengths": "actual_seq_lengths_query",
     "actual_seq_lengths_kv": "actual_seq_lengths_key",
     "actual_seq_qlen": "actual_seq_lengths_query",
+    "cmp_residual_k": "cmp_residual_key",
     "compress_seq_offsets": "compress_seq_offset",
     "dropout_mask": "drop_mask",
     "head_num": "num_heads",
     "input_layout": "layout",
+    "k": "key",
+    "layout_k": "layout_key",
+    "layout_q": "layout",
     "layout_query": "layout",
     "learnable_sink": "sink",
+    "mask_mode": "sparse_mode",
     "next_tockens": "next_tokens",
     "num_query_heads": "num_heads",
     "pre_tockens": "pre_tokens",
     "pse": "pse_shift",
+    "q": "query",
     "return_value": "return_values",
     "scale": "scale_value",
+    "sinks": "sink",
     "slot_indices": "slot_mapping",
     "softmax_lse_flag": "return_softmax_lse",
     "softmax_scale": "scale_value",
+    "topk": "sparse_count",
+    "w": "weights",
 }
 
 
 @dataclass(frozen=True)
 class Translation:
-    """How an operator of torch_npu is computed.
+    """How an operator of others is computed.
 
     An argument is followed if `ours` has a parameter of its name, translated by `names`, or else by
     `NAMES`. Any other has to have the default of the schema, unless it is in `without_effect`.
@@ -50,11 +59,11 @@ class Translation:
     Attributes:
         name: qualified, "npu::npu_swiglu".
         ours: an operator of torch.ops.ascend by its name, or a function. The parameters are looked
-            up here; a parameter `name` of a function gets `name`.
+            up here; a parameter `name` of a function gets `name`, and one of any names all others.
         compute: what is called instead of `ours`, with the same arguments, and with those of its
             own parameters that `ours` lacks.
-        names: torch_npu's arguments that have another name in `ours`.
-        only: the values that alone are computed, by torch_npu's argument.
+        names: its arguments that have another name in `ours`.
+        only: the values that alone are computed, by its argument.
         without_effect: arguments that change nothing but the way to the same result.
         differentiable: whether it consists of differentiable operators, which autograd records.
             Otherwise the operator has no gradient, as in torch_npu.
@@ -81,11 +90,18 @@ class Translation:
         own = inspect.signature(self.compute).parameters if self.compute else {}
         return frozenset(signature(self.ours).parameters) | frozenset(own)  # type: ignore[arg-type]
 
+    @cached_property
+    def takes_all(self) -> bool:
+        """Whether every argument is one of `ours`."""
+        own = {} if isinstance(self.ours, str) else inspect.signature(self.ours).parameters
+        return any(x.kind is x.VAR_KEYWORD for x in own.values())
+
     def our_name(self, argument: str) -> str:
         return self.names.get(argument) or NAMES.get(argument, argument)
 
     def follows(self, argument: str) -> bool:
-        return argument in self.only or self.our_name(argument) in self.parameters
+        known = self.takes_all or self.our_name(argument) in self.parameters
+        return known or argument in self.only
 
     def check(self, argument: str, value: Any, default: Any) -> None:
         """Refuses a value that would have no effect although torch_npu documents one."""
@@ -103,11 +119,11 @@ class Translation:
     def translated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         ours = {self.our_name(argument): x for argument, x in arguments.items()}
         own = {"name": self.name, **ours}
-        return {name: x for name, x in own.items() if name in self.parameters}
+        return {name: x for name, x in own.items() if self.takes_all or name in self.parameters}
 
 
 def unsupported(name: str, argument: str, expected: str, got: object) -> NotImplementedError:
-    """For what the operator of torch_npu takes and this library does not compute."""
+    """For what the operator takes and this library does not compute."""
     return NotImplementedError(f"{name}: {argument}: expected {expected}, got {shown(got)}")
 
 
@@ -119,9 +135,9 @@ def has_values(tensor: Tensor) -> bool:
 def register(
     library: torch.library.Library, translation: Translation, schema: torch.FunctionSchema
 ) -> None:
-    """Register the kernels of an operator for the CPU and, unless torch_npu has one, for Meta.
+    """Register the kernels of an operator for the CPU and, unless its owner has one, for Meta.
 
-    torch_npu's own kernels, which fake tensors on an NPU use as well, stay as they are.
+    The owner's kernels, which fake tensors on an NPU use as well, stay as they are.
     """
     defaults = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
     names = [x.name for x in schema.arguments]
@@ -143,6 +159,8 @@ def register(
 
     operator = translation.name.partition("::")[2]
     backends = ["CPU"] if has_kernel(translation.name, "Meta") else ["CPU", "Meta"]
+    if not any(str(x.type) in ("Tensor", "List[Tensor]") for x in schema.arguments):
+        backends = ["CompositeExplicitAutograd"]  # it may be called without a tensor
     for backend in backends:
         library.impl(operator, call_below_autograd, backend)
         # The others keep what torch does for operators that nobody differentiates, as on the NPU.
