@@ -38,7 +38,8 @@ EXPLANATIONS = {
     ),
     "fused_infer_attention_score": (
         "The launch calls `aclnnFusedInferAttentionScoreV4`", "The launch writes -inf, or the sink",
-        "the launch says the same with the lengths",
+        "the launch says the same with the lengths", "**Reported from devices.**",
+        "This library passes no pse_shift to the function",
     ),
     "sparse_flash_mla": (
         "The launch first computes the metadata", "The device requires residuals beside",

@@ -2,7 +2,8 @@
 
 A probe calls torch_npu's own operator, which has none of the workarounds of this library. Where
 torch_npu has none, it makes the call that this library launches without a workaround. It passes if
-the device does what the page says, and differs if it does something else.
+the device does what the page says, and differs if it does something else; where the page has a
+report of a device, if it computes right.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
+from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.check.samples.sparse_flash_mla import MlaCase
 from ascend_attn_ops.check.unprobed_facts import UNPROBED
@@ -37,6 +39,11 @@ PAGED = replace(ATTENTION, s=(1, 48), lengths=((1, 1), (48, 33)), page=32)
 LOSS = replace(ATTENTION, heads=64, k=2048, index_heads=64, index_d=128)
 INDEXER = SparseCase(heads=64, d=128, k=1024)
 MLA_CALL = MlaCase(b=1, s=(20, 20, 5), heads=8, d=512, ratio=4, k=512, left=127)
+MASKED_DECODING = InferCase(
+    layout="BSH", b=1, s=(1, 1000), lengths=(None, (1000,)), heads=(12, 12), pages="rows",
+    block_size=128, mask="B1S",
+)  # fmt: skip
+UNMASKED_PACK = InferCase(layout="TND", lengths=((512,), (512,)), heads=(16, 16), d=128)
 INDEXER_PACK = replace(INDEXER, layout="TND", lengths=((3, 2), (5, 3)), tail=(2, 1))
 
 
@@ -325,6 +332,32 @@ def deterministic_context(context: Context) -> Outcome:
     return Outcome("pass", refused) if refused else Outcome("differs", "the call is accepted")
 
 
+def reported(case: InferCase, context: Context) -> Outcome:
+    """A call of this library that a report says a device computes wrong. A mask keeps 600 keys."""
+    sample = made(FIA, case)
+    if case.mask:
+        mask = torch.arange(case.room).view(1, 1, 1, -1) >= 600
+        sample = sample.replace(atten_mask=mask)
+    wrong = is_wrong(sample, context, ours)
+    return as_said(not wrong, "the report holds here: the results are wrong")
+
+
+def minus_inf_in_a_bias(context: Context) -> Outcome:
+    query, key = (
+        torch.ones(1, 2, s, 64, dtype=torch.float16, device=context.device) for s in (1, 768)
+    )
+    bias = torch.zeros(1, 2, 1, 768, dtype=query.dtype, device=context.device)
+    bias[..., 700:] = -torch.inf
+    try:
+        out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+            query, key, key, pse_shift=bias, num_heads=2, input_layout="BNSD", scale=0.125
+        )
+        nan = bool(out.cpu().isnan().any())
+    except RuntimeError as error:
+        return fails_instead(error)
+    return as_said(not nan, "the report holds here: the results are NaN")
+
+
 def sparse(id: str, operator: str, quote: str, run: Any, danger: str = "", **options: Any) -> Fact:
     return Fact(id, operator, quote, run, options.pop("products", SPARSE), danger, **options)
 
@@ -340,6 +373,7 @@ KL = "sparse_lightning_indexer_grad_kl_loss"
 FA, FAG = "flash_attention_score", "flash_attention_score_grad"
 MLA, MLAG = "sparse_flash_mla", "sparse_flash_mla_grad"
 PFA, SCATTER = "prompt_flash_attention", "scatter_pa_kv_cache_"
+FIA = "fused_infer_attention_score"
 
 NO_PAIRS = replace(INDEXER_PACK, lengths=((3, 0), (0, 5)), tail=(0, 0))
 FACTS = [
@@ -406,6 +440,11 @@ FACTS = [
          masked_rows, ATLAS),
     Fact("pfa-950", PFA, "V1 to V3 of the function return a runtime error", every_prompt_call,
          ("950",)),
+    Fact("fia-mask-behind-512", FIA, "keys behind 512 are not masked",
+         partial(reported, MASKED_DECODING), ATLAS),
+    Fact("fia-pack-without-mask", FIA, "each row is the mean of the values",
+         partial(reported, UNMASKED_PACK), ATLAS),
+    Fact("fia-minus-inf", FIA, "-inf in pse_shift beside 768 keys", minus_inf_in_a_bias, ATLAS),
     Fact("scatter-gaps", SCATTER, "key and value with gaps between their rows", gaps_between_rows,
          ATLAS),
 ]  # fmt: skip
