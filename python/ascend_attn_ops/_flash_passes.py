@@ -17,7 +17,7 @@ from ascend_attn_ops._flash_calls import Pack
 from ascend_attn_ops._flash_conventions import Options
 from ascend_attn_ops._packing import equal_ends
 from ascend_attn_ops._statistics import LANES, by_sequence, statistics_of
-from ascend_attn_ops.operators.flash_attention_score import flash_attention_score_grad
+from ascend_attn_ops.operators.flash_attention_score_grad import flash_attention_score_grad
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

@@ -16,21 +16,18 @@ from ascend_attn_ops.indexer_training import sparse_flash_mla_with_indexer_loss
 from ascend_attn_ops.masks import sparse_mode_mask
 from ascend_attn_ops.modules import LightningIndexer
 from ascend_attn_ops.operators.attention_update import attention_update
-from ascend_attn_ops.operators.flash_attention_score import (
-    flash_attention_score,
-    flash_attention_score_grad,
-)
+from ascend_attn_ops.operators.flash_attention_score import flash_attention_score
+from ascend_attn_ops.operators.flash_attention_score_grad import flash_attention_score_grad
 from ascend_attn_ops.operators.fused_infer_attention_score import fused_infer_attention_score
 from ascend_attn_ops.operators.lightning_indexer import lightning_indexer, lightning_indexer_grad
+from ascend_attn_ops.operators.lightning_indexer_kl_loss import lightning_indexer_kl_loss
 from ascend_attn_ops.operators.prompt_flash_attention import prompt_flash_attention
 from ascend_attn_ops.operators.scatter_pa_kv_cache import scatter_pa_kv_cache_
-from ascend_attn_ops.operators.sparse_flash_attention import (
-    sparse_flash_attention,
-    sparse_flash_attention_grad,
-)
-from ascend_attn_ops.operators.sparse_flash_mla import sparse_flash_mla, sparse_flash_mla_grad
+from ascend_attn_ops.operators.sparse_flash_attention import sparse_flash_attention
+from ascend_attn_ops.operators.sparse_flash_attention_grad import sparse_flash_attention_grad
+from ascend_attn_ops.operators.sparse_flash_mla import sparse_flash_mla
+from ascend_attn_ops.operators.sparse_flash_mla_grad import sparse_flash_mla_grad
 from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
-    lightning_indexer_kl_loss,
     sparse_lightning_indexer_grad_kl_loss,
 )
 from ascend_attn_ops.operators.sparse_lightning_indexer_kl_loss_grad import (

@@ -11,8 +11,9 @@ from torch import Tensor
 from ascend_attn_ops._arguments import check_number, wrong
 from ascend_attn_ops._packing import Lengths
 from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
-from ascend_attn_ops.operators._loss_with_target import divergences
-from ascend_attn_ops.operators.sparse_flash_mla import sparse_flash_mla, sparse_flash_mla_grad
+from ascend_attn_ops.operators._indexer_loss import divergences
+from ascend_attn_ops.operators.sparse_flash_mla import sparse_flash_mla
+from ascend_attn_ops.operators.sparse_flash_mla_grad import sparse_flash_mla_grad
 from ascend_attn_ops.operators.sparse_lightning_indexer_kl_loss_grad import (
     sparse_lightning_indexer_kl_loss_grad,
 )

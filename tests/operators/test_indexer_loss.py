@@ -10,7 +10,7 @@ import pytest
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import normalized
+from ascend_attn_ops.operators._indexer_loss import normalized
 from support.samples import OPERATORS, Sample
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
 from torch import Tensor

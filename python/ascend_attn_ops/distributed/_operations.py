@@ -23,7 +23,7 @@ from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.distributed._layout import Rows, Source, sum_dtype
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.indexer_training import indexer_loss
-from ascend_attn_ops.operators._loss_with_target import gradients_and_loss, prepared_target
+from ascend_attn_ops.operators._indexer_loss import gradients_and_loss, prepared_target
 
 # By argument. None marks an omitted one: the operators check that no required one is omitted.
 Tensors = Mapping[str, Any]

@@ -24,7 +24,7 @@ from ascend_attn_ops.distributed._operations import (
 )
 from ascend_attn_ops.distributed._parts import Keys, names_and_tensors, run, sum_gradients
 from ascend_attn_ops.distributed.shards import SequenceShards
-from ascend_attn_ops.operators.sparse_lightning_indexer_grad_kl_loss import (
+from ascend_attn_ops.operators._indexer_loss import (
     check_attention,
     check_divisor,
     check_no_target,
@@ -313,18 +313,20 @@ def lightning_indexer_kl_loss(
         torch.Size([8, 8, 128])
     """
     check_divisor(reduction, normalizer)
-    check_flag(f"ascend::{IndexerLoss.name}", "normalize_target", normalize_target)
     attention = {
         "query": query, "softmax_max": softmax_max, "softmax_sum": softmax_sum,
         "query_rope": query_rope, "key": key, "key_rope": key_rope,
     }  # fmt: skip
-    check_attention({**attention, "scale_value": scale_value}, target)
+    check_attention(
+        (query, key, softmax_max, softmax_sum, scale_value, query_rope, key_rope), target
+    )
     options = {"sparse_mode": sparse_mode, "deterministic": deterministic}
     if target is None:
         check_no_target(normalize_target, cmp_ratio)
         operation = IndexerLoss({**options, "scale_value": scale_value})
     else:
         where = f"ascend::{IndexerLoss.name}"
+        check_flag(where, "normalize_target", normalize_target)
         check_tensor(where, "sparse_indices", sparse_indices)
         options["cmp_ratio"] = check_count(where, "cmp_ratio", cmp_ratio, least=1)
         operation = IndexerLossWithTarget(options, bool(normalize_target))

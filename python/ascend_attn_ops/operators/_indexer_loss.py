@@ -1,19 +1,23 @@
-"""The loss of an indexer whose target is given: lightning_indexer_kl_loss(target=...)."""
+"""What lightning_indexer_kl_loss needs around its operators: checks, a given target, divisors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import wrong
+from ascend_attn_ops._arguments import check_flag, check_number, dtype_name, shown, whole, wrong
 from ascend_attn_ops._packing import Lengths, lengths_on
 
 from .sparse_lightning_indexer_kl_loss_grad import sparse_lightning_indexer_kl_loss_grad
 
 _NAME = "ascend::lightning_indexer_kl_loss"
+_OF_ATTENTION = (
+    "query", "key", "softmax_max", "softmax_sum", "scale_value", "query_rope", "key_rope"
+)  # fmt: skip
 _SMALLEST = 1e-8
 
 
@@ -89,6 +93,7 @@ def loss_with_target(
     options: dict[str, Any],
 ) -> Tensor:
     """The sum over all tokens, (). `token_weight` is a factor of each token."""
+    check_flag(_NAME, "normalize_target", normalize)
     target, factors = prepared_target(target, sparse_indices, token_weight, normalize)
     loss: Tensor = _LossWithTarget.apply(
         query_index, key_index, weights, sparse_indices, target, factors, options
@@ -135,4 +140,70 @@ def tokens_of(
             torch.arange(batches[-1], device=query.device) < ends, token_weight, 0
         )
     total = token_weight.sum(dtype=dtype)
+    return torch.where(total == 0, 1, total)
+
+
+def check_attention(attention: Sequence[Tensor | float | None], target: Tensor | None) -> None:
+    """Raises unless the target is given, or all of what it is computed from."""
+    for name, x in zip(_OF_ATTENTION, attention, strict=False):
+        if target is not None and x is not None:
+            raise wrong(ValueError, _NAME, name, "None beside a target", shown(x))
+        if target is None and x is None and not name.endswith("_rope"):
+            expected = "the attention's, or a target in place of the attention"
+            raise wrong(ValueError, _NAME, name, expected, "None")
+
+
+def check_no_target(
+    normalize_target: bool, cmp_ratio: int, cmp_residual_key: Tensor | None = None
+) -> None:
+    """Raises for options that a loss without a target does not have."""
+    check_flag(_NAME, "normalize_target", normalize_target)
+    of_target = (
+        ("normalize_target", normalize_target, False, not normalize_target),
+        ("cmp_ratio", cmp_ratio, 1, whole(cmp_ratio) == 1),
+        ("cmp_residual_key", cmp_residual_key, None, cmp_residual_key is None),
+    )
+    for name, given, default, is_default in of_target:
+        if not is_default:
+            raise wrong(ValueError, _NAME, name, f"{default} without a target", shown(given))
+
+
+def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
+    if not isinstance(reduction, str) or reduction not in ("sum", "mean"):
+        raise wrong(ValueError, _NAME, "reduction", "'sum' or 'mean'", shown(reduction))
+    if normalizer is None:
+        return
+    if reduction == "mean":
+        expected = "None beside reduction='mean', which has its own"
+        raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
+    if isinstance(normalizer, Tensor) and normalizer.numel() != 1:
+        got = f"shape {tuple(normalizer.shape)}"
+        raise wrong(ValueError, _NAME, "normalizer", "one element", got)
+    check_number(_NAME, "normalizer", normalizer, read=False)
+
+
+def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:
+    if normalizer is None:
+        return loss
+    if isinstance(normalizer, (torch.SymInt, torch.SymFloat)):
+        return loss / normalizer
+    if isinstance(normalizer, Tensor):
+        # Two scalars would otherwise take the wider dtype.
+        normalizer = normalizer.reshape(()).to(loss.dtype)
+    else:
+        # torch takes an int of 64 bits, and a number of numpy compares to one of its own.
+        normalizer = float(normalizer)
+        if normalizer != 0:
+            numbers = torch.finfo(loss.dtype)
+            # torch would round it to 0 in the loss's dtype, and 0 / 0 is NaN.
+            if abs(normalizer) < numbers.tiny:
+                expected = f"0 or a number that {dtype_name(loss.dtype)} holds"
+                raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
+            return loss / normalizer
+    # No rank has a token.
+    nothing = (loss == 0) & (normalizer == 0)
+    return loss / torch.where(nothing, 1, normalizer)
+
+
+def one_for_zero(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1, total)
