@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,19 @@ from ascend_attn_ops._packing import lengths_tensor, not_lengths
 # pre_tokens and next_tokens that bound nothing, as CANN's dense and sparse functions expect them.
 ALL_TOKENS = 2**31 - 1
 ALL_TOKENS_SPARSE = 2**63 - 1
+
+# What the dense operators have for arguments of torch's function, flash-attn and torch_npu.
+_INSTEAD = {
+    **dict.fromkeys(("is_causal", "causal"), "sparse_mode=3"),
+    **dict.fromkeys(("scale", "softmax_scale"), "scale_value"),
+    **dict.fromkeys(("head_num", "num_query_heads"), "num_heads"),
+    "alibi_slopes": "pse_shift with pse_type=2",
+    "dropout_mask": "drop_mask",
+    "enable_gqa": "nothing: key and value may have fewer heads",
+    "input_layout": "layout",
+    "pse": "pse_shift",
+    "window_size": "sparse_mode=4 with pre_tokens and next_tokens",
+}
 
 # The first line of torch.ops' error about an argument that has another type than the schema.
 _WRONG_TYPE = re.compile(r"Expected a value of type '.*' for argument '(\w+)'")
@@ -44,6 +57,13 @@ LENGTHS = (
     "actual_seq_lengths_ori_kv",
     "actual_seq_lengths_cmp_kv",
 )
+
+
+def refuse_unknown(function: str, unknown: Iterable[str]) -> None:
+    """Raise Python's error for a keyword that a function lacks, with what it has instead."""
+    name = next(iter(unknown))
+    hint = f"; here it is {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def signature_of(name: str) -> inspect.Signature:

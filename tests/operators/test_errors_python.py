@@ -463,3 +463,17 @@ def test_positions_of_the_indexer_broadcast() -> None:
 )
 def test_values_are_shown_on_one_short_line(value: object, text: str) -> None:
     assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [ops.flash_attention_score, ops.prompt_flash_attention, ops.fused_infer_attention_score],
+)
+def test_keywords_of_other_libraries(function: Callable[..., Any]) -> None:
+    for keyword, hint in (
+        ("is_causal", "; here it is sparse_mode=3"), ("scale", "; here it is scale_value"),
+        ("colour", ""),
+    ):  # fmt: skip
+        text = rf"^{function.__name__}\(\) got an unexpected keyword argument '{keyword}'{hint}$"
+        with pytest.raises(TypeError, match=text):
+            function(**DENSE, **{keyword: None})

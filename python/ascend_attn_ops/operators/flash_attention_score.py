@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from ascend_attn_ops._dense_attention import given_or_drawn_mask, mask_of_either_polarity
-from ascend_attn_ops._operators import ALL_TOKENS, Operator
+from ascend_attn_ops._operators import ALL_TOKENS, Operator, refuse_unknown
 from ascend_attn_ops._packing import Lengths
 
 _OPERATOR = Operator("flash_attention_score")
@@ -42,6 +43,7 @@ def flash_attention_score(
     sink: Tensor | None = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query over the keys that its mask keeps.
 
@@ -148,6 +150,8 @@ def flash_attention_score(
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.
     """
+    if unknown:
+        refuse_unknown("flash_attention_score", unknown)
     atten_mask = mask_of_either_polarity(atten_mask, attn_mask)
     drop_mask = given_or_drawn_mask(
         drop_mask, keep_prob, dropout_p, generator, query, key, num_heads, layout,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Never
 
-from ascend_attn_ops._operators import ALL_TOKENS, Operator
+from ascend_attn_ops._operators import ALL_TOKENS, Operator, refuse_unknown
 from ascend_attn_ops._packing import Lengths
 
 _OPERATOR = Operator("fused_infer_attention_score")
@@ -32,6 +33,7 @@ def fused_infer_attention_score(
     sparse_mode: int = 0,
     inner_precise: int = 0,
     return_softmax_lse: bool = False,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Attention for serving, without gradients: prefill, chunked prefill and decoding.
 
@@ -118,6 +120,8 @@ def fused_infer_attention_score(
     Source: docs/specification/fused_infer_attention_score.md; CANN's documents of
     aclnnFusedInferAttentionScoreV4 and V5.
     """
+    if unknown:
+        refuse_unknown("fused_infer_attention_score", unknown)
     outputs: tuple[Tensor, Tensor] = _OPERATOR.call(
         query, key, value, num_heads, num_key_value_heads, layout, atten_mask,
         actual_seq_lengths_query, actual_seq_lengths_key, block_table, block_size, query_rope,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Never
 
-from ascend_attn_ops._operators import ALL_TOKENS, Operator
+from ascend_attn_ops._operators import ALL_TOKENS, Operator, refuse_unknown
 from ascend_attn_ops._packing import Lengths
 
 _OPERATOR = Operator("prompt_flash_attention")
@@ -30,6 +31,7 @@ def prompt_flash_attention(
     next_tokens: int = ALL_TOKENS,
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
+    **unknown: Never,
 ) -> Tensor:
     """Attention of every query over the keys that its mask keeps, without gradients.
 
@@ -104,6 +106,8 @@ def prompt_flash_attention(
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.
     """
+    if unknown:
+        refuse_unknown("prompt_flash_attention", unknown)
     out: Tensor = _OPERATOR.call(
         query, key, value, num_heads, atten_mask, actual_seq_lengths_query, actual_seq_lengths_key,
         deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
