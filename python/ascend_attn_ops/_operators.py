@@ -19,7 +19,7 @@ from ascend_attn_ops._packing import lengths_tensor, not_lengths
 ALL_TOKENS = 2**31 - 1
 ALL_TOKENS_SPARSE = 2**63 - 1
 
-# What the dense operators have for arguments of torch's function, flash-attn and torch_npu.
+# Arguments of torch's function, flash-attn and torch_npu, and the dense operators' own for them.
 _INSTEAD = {
     **dict.fromkeys(("is_causal", "causal"), "sparse_mode=3"),
     **dict.fromkeys(("scale", "softmax_scale"), "scale_value"),

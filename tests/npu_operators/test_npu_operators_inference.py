@@ -143,6 +143,26 @@ def test_fused_full_masks(mode: int, shape: tuple[int, ...], dtype: torch.dtype)
     assert_close(lse, expected_lse[..., None])
 
 
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
+def test_fused_bias(layout: str) -> None:
+    """Added to the scaled scores, beside a mask and lengths."""
+    tensors, bias = inputs(), torch.randn(1, N, SQ, SKV, dtype=torch.float64)
+    mask = (torch.rand(SQ, SKV) < 0.3).to(torch.int8)
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        *map(IN[layout], tensors), **HEADS, input_layout=layout, scale=0.3, pse_shift=bias,
+        atten_mask=mask, actual_seq_lengths_kv=K_LENGTHS, softmax_lse_flag=True,
+    )  # fmt: skip
+    expected, expected_lse = zip(*(
+        attention(
+            *(x[b : b + 1, :, :n] for x, n in zip(tensors, (SQ, keys, keys), strict=True)),
+            mask[:, :keys] == 0, scale=0.3, bias=bias[..., :keys],
+        )
+        for b, keys in enumerate(K_LENGTHS)
+    ), strict=True)  # fmt: skip
+    assert_close(out, IN[layout](torch.cat(expected)))
+    assert_close(lse[..., 0], torch.cat(expected_lse))
+
+
 @pytest.mark.parametrize("layout", ["TND", "NTD", "TND_NTD", "NTD_TND"])
 def test_fused_packed_sequences(layout: str) -> None:
     torch.manual_seed(0)

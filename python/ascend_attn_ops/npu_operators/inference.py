@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._operators import signature_of
+from ascend_attn_ops._statistics import log_sum_exp_or
 from ascend_attn_ops.npu_operators.translation import unsupported
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -32,13 +34,21 @@ def one_token(name: str, query: Tensor, layout: str, **options: Any) -> Tensor:
 
 
 def fused(
-    name: str, query: Tensor, key: Tensor, value: Tensor, layout: str, **options: Any
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: str,
+    pse_shift: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Returns out and lse, which is +inf in rows without keys as torch_npu's is."""
     tensors = {"query": query, "key": key, "value": value}
     for argument, x in tensors.items():
         if x.dtype not in _FLOATS:
             raise unsupported(name, argument, "float16 or bfloat16", x)
+    if pse_shift is not None:
+        return _biased(name, tensors, layout, pse_shift, options)
     sink = options.get("sink")
     if sink is not None and sink.dtype not in _HALVES:
         raise unsupported(name, "learnable_sink", "float16 or bfloat16", sink)
@@ -58,6 +68,25 @@ def fused(
     if layout == "NTD":
         out = out.transpose(0, 1).contiguous()
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _biased(
+    name: str, tensors: dict[str, Tensor], layout: str, pse_shift: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """By flash_attention_score, which has a bias: without pages, ropes and packs."""
+    if layout not in ("BSH", "BSND", "BNSD"):
+        raise unsupported(name, "pse_shift", f"None in layout {layout}", pse_shift)
+    for argument in ("block_table", "query_rope", "key_rope"):
+        if options.get(argument) is not None:
+            raise unsupported(name, argument, "None beside pse_shift", options[argument])
+    parameters = signature_of("flash_attention_score").parameters
+    same = {x: y for x, y in options.items() if x in parameters and x != "inner_precise"}
+    if same.get("atten_mask") is not None:
+        same["atten_mask"] = same["atten_mask"].bool()
+    out, *statistics = torch.ops.ascend.flash_attention_score(
+        **tensors, layout=layout, pse_shift=pse_shift, pse_type=0, **same
+    )
+    return out, log_sum_exp_or(torch.inf, *(x[..., :1] for x in statistics))
 
 
 def fused_out(

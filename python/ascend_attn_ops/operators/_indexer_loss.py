@@ -1,4 +1,4 @@
-"""What lightning_indexer_kl_loss needs around its operators: checks, a given target, divisors."""
+"""The parts of lightning_indexer_kl_loss: checks, the loss of a given target, divisors."""
 
 from __future__ import annotations
 
