@@ -70,8 +70,10 @@ std::string quoted(std::string_view text) {
 
 void raise(Violation violation, std::string_view op, std::string_view argument,
            const std::string& message, Status status) {
-  const auto text = c10::str("ascend::", op, ": ", argument, ": ", message, " [",
-                             status_text(static_cast<int>(status)), "]");
+  auto text = c10::str("ascend::", op, ": ", argument, ": ", message);
+  if (op != "limits" && op != "sparse_mode_mask") {  // which are no functions of CANN
+    text += c10::str(" [", status_text(static_cast<int>(status)), "]");
+  }
   const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
   switch (violation) {
     case Violation::type:

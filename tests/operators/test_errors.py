@@ -101,7 +101,8 @@ def test_text_of_the_caller_is_quoted_on_one_line(text: Any, shown: str) -> None
     assert f"got {shown} [" in str(raised.value)
     with pytest.raises(ValueError, match="product: expected None or one of") as raised:
         ascend_attn_ops.limits(text).__enter__()
-    assert f"got {shown} [" in str(raised.value)
+    # CANN has no such function, and so no code for it.
+    assert str(raised.value).endswith(f"got {shown}")
 
 
 @pytest.mark.usefixtures("no_limits")

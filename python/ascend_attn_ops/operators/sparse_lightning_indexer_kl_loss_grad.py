@@ -61,7 +61,7 @@ def sparse_lightning_indexer_kl_loss_grad(
         sparse_indices, in the dtype of the target.
 
     Raises:
-        As :func:`flash_attention_score`.
+        As :func:`sparse_flash_attention`.
 
     Example:
         >>> import torch, ascend_attn_ops
