@@ -67,8 +67,13 @@ def attention(
         seqused_cmp_kv = None if seqused_ori_kv is None else seqused_ori_kv // cmp_ratio
     return torch.ops.ascend.sparse_flash_mla(
         **options, cmp_kv=cmp_kv, cmp_ratio=cmp_ratio,
-        **_lengths_of_keys(name, layout, layout_kv, cu_seqlens_q, seqused_q, cu_seqlens_ori_kv,
-                           seqused_ori_kv, cu_seqlens_cmp_kv, seqused_cmp_kv),
+        actual_seq_lengths_query=_lengths(name, "q", layout, cu_seqlens_q, seqused_q),
+        actual_seq_lengths_ori_kv=_lengths(
+            name, "ori_kv", layout_kv, cu_seqlens_ori_kv, seqused_ori_kv
+        ),
+        actual_seq_lengths_cmp_kv=_lengths(
+            name, "cmp_kv", layout_kv, cu_seqlens_cmp_kv, seqused_cmp_kv
+        ),
         layout=layout, layout_kv=_PAGED.get(layout_kv, layout_kv),
     )  # fmt: skip
 
@@ -90,8 +95,13 @@ def attention_grad(
     _check_same_layout(name, "layout_kv", layout, layout_kv)
     *gradients, probabilities = torch.ops.ascend.sparse_flash_mla_grad(
         **options, layout=layout,
-        **_lengths_of_keys(name, layout, layout_kv, cu_seqlens_q, seqused_q, cu_seqlens_ori_kv,
-                           seqused_ori_kv, cu_seqlens_cmp_kv, seqused_cmp_kv),
+        actual_seq_lengths_query=_lengths(name, "q", layout, cu_seqlens_q, seqused_q),
+        actual_seq_lengths_ori_kv=_lengths(
+            name, "ori_kv", layout_kv, cu_seqlens_ori_kv, seqused_ori_kv
+        ),
+        actual_seq_lengths_cmp_kv=_lengths(
+            name, "cmp_kv", layout_kv, cu_seqlens_cmp_kv, seqused_cmp_kv
+        ),
     )  # fmt: skip
     return *gradients, probabilities.new_empty(0), probabilities
 
@@ -112,18 +122,6 @@ def loss_grad(
         actual_seq_lengths_key=_lengths(name, "k", layout, cu_seqlens_k, seqused_k),
         layout=layout, **options,
     )  # fmt: skip
-
-
-def _lengths_of_keys(
-    name: str, layout: str, layout_kv: str, *lengths: Tensor | None
-) -> dict[str, Tensor | None]:
-    layouts = {"q": layout, "ori_kv": layout_kv, "cmp_kv": layout_kv}
-    return {
-        f"actual_seq_lengths_{'query' if of == 'q' else of}": _lengths(name, of, of_layout, *pair)
-        for (of, of_layout), pair in zip(
-            layouts.items(), zip(lengths[::2], lengths[1::2], strict=True), strict=True
-        )
-    }
 
 
 def _lengths(
