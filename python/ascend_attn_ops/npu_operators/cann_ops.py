@@ -64,7 +64,7 @@ def attention(
     if seqused_kv is not None:
         seqused_ori_kv = seqused_kv
     if layout_kv in _PAGED and cmp_kv is not None and seqused_cmp_kv is None:
-        seqused_cmp_kv = None if seqused_ori_kv is None else seqused_ori_kv // cmp_ratio
+        seqused_cmp_kv = None if seqused_ori_kv is None else seqused_ori_kv // max(cmp_ratio, 1)
     return torch.ops.ascend.sparse_flash_mla(
         **options, cmp_kv=cmp_kv, cmp_ratio=cmp_ratio,
         actual_seq_lengths_query=_lengths(name, "q", layout, cu_seqlens_q, seqused_q),
