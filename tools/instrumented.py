@@ -15,11 +15,15 @@ PACKAGES = ("python", "simulation")
 def copied(folder: Path, changed: Mapping[str, str] = MappingProxyType({})) -> Path:
     """Returns a copy of what git tracks, but for the text of files that are `changed`.
 
-    A file whose content stays the same keeps its time, and its object.
+    A file whose content stays the same keeps its time, and its object. Sources that git tracks no
+    longer go: builds compile all files of a folder.
     """
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0")
+    for file in folder.glob("**/csrc/**/*.cpp"):
+        if str(file.relative_to(folder)) not in names:
+            file.unlink()
     for name in filter(None, names):
         source, target = ROOT / name, folder / name
         if source.exists():
