@@ -12,6 +12,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import enable_dsa  # noqa: E402
+from ascend_attn_ops.integrations.transformers._layers import CACHE  # noqa: E402
 from support.small_models import SMALL_V4, make, packing, padding, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -151,11 +152,11 @@ def test_padding_behind_the_text_changes_nothing() -> None:
 def test_padding_before_the_text_or_beside_a_cache_is_refused() -> None:
     _, ours = pair()
     cache = transformers.DynamicCache(config=ours.config)
-    for side, more in (("left", {}), ("right", {"past_key_values": cache})):
+    for side, more in (("left", {}), ("right", {CACHE: cache})):
         with pytest.raises(NotImplementedError, match="compress padding as if it were text"):
             ours(tokens(), **padding(side), **more)
-    with pytest.raises(NotImplementedError, match=r"past_key_values: .* pass use_cache=False"):
-        ours(tokens(), position_ids=packing()["position_ids"], past_key_values=cache)
+    with pytest.raises(NotImplementedError, match=f"{CACHE}: .* pass use_cache=False"):
+        ours(tokens(), position_ids=packing()["position_ids"], **{CACHE: cache})
 
 
 def test_options_that_its_layers_have_not() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
+from ascend_attn_ops.integrations.transformers._layers import CACHE  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers.cache_utils import Cache, DynamicCache, Fp8QuantizedLayer  # noqa: E402
 
@@ -222,6 +223,6 @@ def test_other_caches_are_refused(model: nn.Module, kind: str) -> None:
     layers = [Fp8QuantizedLayer() for _ in RATIOS]
     cache = DynamicCache() if kind == "DynamicLayer" else Cache(layers=layers)
     enable_dsa(model)
-    with pytest.raises(NotImplementedError, match=f"past_key_values: layer 1: .* got a {kind}"):
-        model(text(8), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match=f"{CACHE}: layer 1: .* got a {kind}"):
+        model(text(8), **{CACHE: cache})
     disable_dsa(model)

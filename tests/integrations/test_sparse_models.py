@@ -278,7 +278,7 @@ def test_lengths_of_a_collator_beside_a_cache(name: str) -> None:
     _, ours = pair(name)
     cache = ours(tokens(1)).past_key_values
     with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* use_cache=False"):
-        ours(tokens(1), past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 15, 40]))
+        ours.model(tokens(1), past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 15, 40]))
 
 
 def test_model_is_saved_as_it_was_and_loads_in_plain_transformers(

@@ -15,10 +15,12 @@ from ascend_attn_ops._packing import lengths_between
 from ascend_attn_ops.compression import compress_keys, first_tokens
 from ascend_attn_ops.indexer_training import attention_with_indexer_loss, indexer_loss
 from ascend_attn_ops.integrations.transformers._layers import (
+    CACHE,
     EnabledAttention,
     Options,
     State,
     Tokens,
+    cache_of,
 )
 
 _rotate = modeling.apply_rotary_pos_emb
@@ -80,7 +82,6 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         position_embeddings: dict[str, tuple[Tensor, Tensor]],
         position_ids: Tensor,
         attention_mask: Tokens,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         self.check_call(attention_mask, kwargs)
@@ -89,13 +90,14 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
         query = self.q_b_proj(compressed_query).unflatten(-1, (self.num_heads, self.head_dim))
         query = _rotate(self.q_b_norm(query), cos, sin, unsqueeze_dim=2)
         key = _rotate(self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(1), cos, sin)
-        if past_key_values is not None:
-            key, _ = past_key_values.update(key, key, self.layer_idx)
-            self._check_cache(past_key_values.layers[self.layer_idx])
+        cache = cache_of(kwargs)
+        if cache is not None:
+            key, _ = cache.update(key, key, self.layer_idx)
+            self._check_cache(cache.layers[self.layer_idx])
 
         out = self._attend(
             query, key.to(query.dtype).transpose(1, 2), hidden_states, compressed_query,
-            (cos, sin), _Batch(attention_mask, position_ids, past_key_values, self.layer_idx),
+            (cos, sin), _Batch(attention_mask, position_ids, cache, self.layer_idx),
         )  # fmt: skip
         out = _rotate(out.view_as(query), cos, -sin, unsqueeze_dim=2)
         grouped = out.reshape(*hidden_states.shape[:-1], self.config.o_groups, -1)
@@ -104,7 +106,7 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
     def _check_cache(self, cache: Any) -> None:
         if self.compressor is not None and not isinstance(cache, modeling.DeepseekV4HCACache):
             raise NotImplementedError(
-                f"enable_dsa: past_key_values: layer {self.layer_idx}: expected a cache of "
+                f"enable_dsa: {CACHE}: layer {self.layer_idx}: expected a cache of "
                 f"compressed keys, as DynamicCache(config=model.config) has it, got a "
                 f"{type(cache).__name__}"
             )

@@ -16,9 +16,11 @@ from ascend_attn_ops._patches import Patch
 from ascend_attn_ops.integrations.transformers import _sequences
 from ascend_attn_ops.integrations.transformers._layers import (
     ANOTHER_INDEXER,
+    CACHE,
     EnabledAttention,
     Options,
     Tokens,
+    cache_of,
 )
 
 # For each class of layers, the class here that it becomes, whose module is imported only then.
@@ -33,9 +35,7 @@ _LAYERS = {
     (_GLM, "GlmMoeDsaAttention"): ("_glm_moe_dsa", "GlmMoeDsaSparseAttention"),
 }
 _MASK = "indexed_attention"
-_ARGUMENTS = (
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
-)  # fmt: skip
+_ARGUMENTS = "input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache"
 
 
 class _Frozen(nn.Parameter):
@@ -302,7 +302,7 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
     """The sequences that transformers would see, and the number of keys of a batch."""
     batch, queries = _input_of(kwargs).shape[:2]
     device = _input_of(kwargs).device
-    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
     if isinstance(mask, dict):
         mask = mask[_MASK]
     offset, keys = 0, queries
@@ -340,7 +340,7 @@ def _unpadded(
     They take neither beside a cache, nor padding before tokens.
     """
     queries = _input_of(kwargs).shape[1]
-    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
     valid = None
     if mask is not None and not (mask.ndim == 2 and not is_compiling() and bool(mask.all())):
         if mask.ndim == 2 and not is_compiling() and cache is None:
@@ -354,7 +354,7 @@ def _unpadded(
     found = _packed(base, kwargs, queries, 0) if valid is None else None
     if found is not None and cache is not None:
         raise NotImplementedError(
-            "enable_dsa: past_key_values: DeepSeek-V4 compresses packed sequences each by itself, "
+            f"enable_dsa: {CACHE}: DeepSeek-V4 compresses packed sequences each by itself, "
             "and a cache has one for all; pass use_cache=False"
         )
     if found is not None or valid is not None:
@@ -376,7 +376,7 @@ def _packed(
         # Reading breaks a graph, and so is for where transformers finds packs: without a cache.
         wanted = kwargs.get("use_cache")
         wanted = base.config.use_cache if wanted is None else wanted
-        if kwargs.get("past_key_values") is not None or (
+        if cache_of(kwargs) is not None or (
             wanted and not (base.gradient_checkpointing and base.training)
         ):
             return None

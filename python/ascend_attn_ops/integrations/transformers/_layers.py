@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers.masking_utils import create_causal_mask
 
 from ascend_attn_ops.integrations.transformers._sequences import Sequences
 
@@ -17,6 +20,13 @@ ANOTHER_INDEXER = (
     "its indexer or attention is of a kind that this library does not compute: load the model with "
     'another implementation, such as "eager", and leave it so'
 )
+
+# The argument for the cache: transformers 5.24 renames it, and still takes the old name.
+CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    return arguments.get(CACHE, arguments.get("past_key_values"))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ascend_attn_ops.integrations.transformers._layers import (
     EnabledAttention,
     Options,
     Tokens,
+    cache_of,
 )
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -78,14 +79,12 @@ class SparseAttention(EnabledAttention):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tokens,
-        past_key_values: Any = None,
-        position_ids: Tensor | None = None,
         prev_topk_indices: Tensor | None = None,
         indexer_losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         self.check_call(attention_mask, kwargs)
-        tokens, options = attention_mask, self.dsa.options
+        tokens, options, cache = attention_mask, self.dsa.options, cache_of(kwargs)
         if options.dense_warmup:
             hidden_states = hidden_states.detach()
 
@@ -93,8 +92,8 @@ class SparseAttention(EnabledAttention):
         query, query_rope, latent, key_rope = self._project(
             hidden_states, query, position_embeddings
         )
-        if past_key_values is not None:
-            latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
+        if cache is not None:
+            latent, key_rope = cache.update(latent, key_rope, self.layer_idx)
         # (B, 1, keys, size), as the cache has it, to (B, keys, 1, size); under autocast the norm
         # returns float32.
         query, query_rope, latent, key_rope = (
@@ -115,7 +114,7 @@ class SparseAttention(EnabledAttention):
                 hidden_states.detach(),
                 compressed_query.detach(),
                 position_embeddings,
-                past_key_values,
+                cache,
                 tokens,
                 query.dtype,
             )
@@ -129,7 +128,7 @@ class SparseAttention(EnabledAttention):
             values = (values * torch.sigmoid(gate.flatten(-2).float())).to(values.dtype)
         output = self.o_proj(values)
 
-        if indexed is not None and self._learns(past_key_values):
+        if indexed is not None and self._learns(cache):
             loss = self._loss(indexed, query, latent, indices, statistics, attention, tokens)
             if indexer_losses is None:
                 self.dsa.loss = loss.detach()
@@ -184,7 +183,7 @@ class SparseAttention(EnabledAttention):
         hidden_states: Tensor,
         compressed_query: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Any,
+        cache: Any,
         tokens: Tokens,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,8 +199,8 @@ class SparseAttention(EnabledAttention):
         )
         query = torch.cat([query_rope, query], dim=-1)
         key = torch.cat([key_rope, key], dim=-1)
-        if past_key_values is not None:
-            key = past_key_values.update_indexer(key.squeeze(2), self.layer_idx).unsqueeze(2)
+        if cache is not None:
+            key = cache.update_indexer(key.squeeze(2), self.layer_idx).unsqueeze(2)
         # The model keeps this projection in float32. Both scales are positive: relu lets them by.
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
         weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
@@ -234,9 +233,9 @@ class SparseAttention(EnabledAttention):
         options = tokens.options()
         return ops.lightning_indexer(query, key, weights, sparse_count=count, **options)[0]
 
-    def _learns(self, past_key_values: Any) -> bool:
+    def _learns(self, cache: Any) -> bool:
         # Reentrant checkpointing runs its first forward without gradients, and has no cache.
-        training = self.training and past_key_values is None
+        training = self.training and cache is None
         return (torch.is_grad_enabled() or training) and any(
             parameter.requires_grad for parameter in self.indexer.parameters()
         )
