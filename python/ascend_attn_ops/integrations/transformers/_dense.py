@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -112,46 +113,44 @@ def unregister() -> None:
         _registered = None
 
 
-class _Window:
-    """A causal mask within a window, as transformers' sliding_window_causal_mask_function."""
+# The functions of transformers that make mask functions, and what `_recognise` reads of those.
+_MAKERS = {
+    "and_masks": "mask_functions",
+    "sliding_window_overlay": "sliding_window",
+    "packed_sequence_mask_function": "packed_sequence_mask",
+    "remap_positions_for_packed_sequence": "mask_function",
+}
 
-    def __init__(self, window: int) -> None:
-        self.window = window
 
-    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key > query - self.window) & (key <= query)
+class _Mask:
+    """A mask function that a trace can look into, unlike a closure."""
 
+    def __init__(self, kind: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.make = make
+        self.arguments = arguments
 
-class _InPacks:
-    """A mask within packed sequences, as transformers' packed_sequence_compatibility_function."""
-
-    def __init__(
-        self, mask_function: Callable[..., Any], position_ids: Tensor, sequences: Tensor
-    ) -> None:
-        self.mask_function = mask_function
-        self.position_ids = position_ids
-        self.sequences = sequences
-
-    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = self.sequences[batch, query] == self.sequences[batch, key]
-        positions = self.position_ids[batch, query], self.position_ids[batch, key]
-        return same & self.mask_function(batch, head, *positions)
+    def __call__(self, *indices: Tensor) -> Tensor:
+        result: Tensor = self.make(*self.arguments)(*indices)
+        return result
 
 
 @cache
 def _let_traces_recognise() -> None:
-    """Makes objects of the closures that transformers makes under torch.compile, for any attention:
-    a trace cannot look into a closure."""
+    """Makes objects of the closures that transformers makes under torch.compile, for any
+    attention."""
 
-    @torch.compiler.substitute_in_graph(masking_utils.sliding_window_causal_mask_function)
-    def _(sliding_window: int) -> Callable[..., Tensor]:
-        return _Window(sliding_window)
+    def substitute(kind: str) -> None:
+        maker = getattr(masking_utils, kind)
+        # A copy is not substituted.
+        make = FunctionType(maker.__code__, maker.__globals__, kind)
 
-    @torch.compiler.substitute_in_graph(masking_utils.packed_sequence_compatibility_function)
-    def _(
-        mask_function: Callable[..., Any], position_ids: Tensor, packed_sequence_mask: Tensor
-    ) -> Callable[..., Tensor]:
-        return _InPacks(mask_function, position_ids, packed_sequence_mask)
+        @torch.compiler.substitute_in_graph(maker, skip_signature_check=True)
+        def _(*arguments: Any) -> Callable[..., Tensor]:
+            return _Mask(kind, make, arguments)
+
+    for kind in _MAKERS:
+        substitute(kind)
 
 
 class _Pattern(NamedTuple):
@@ -210,11 +209,10 @@ def mask(
 
     # For a single query a mask is small, and that of a compiled decoding step must stay a tensor.
     if is_compiling() or use_vmap or q_length == 1:
-        causal = isinstance(mask_function, _InPacks) and (
-            mask_function.mask_function is masking_utils.causal_mask_function
-            or isinstance(mask_function.mask_function, _Window)
-        )
-        return ends_of(mask_function.sequences) if causal else of_all_pairs()  # type: ignore[attr-defined]
+        found = _recognise(mask_function) if is_compiling() else None
+        if found is None or found.sequences is None:
+            return of_all_pairs()
+        return ends_of(found.sequences)
     pattern = _recognise(mask_function)
     if pattern is None:
         return of_all_pairs()
@@ -269,22 +267,35 @@ def _recognise(function: Callable[..., Any]) -> _Pattern | None:
     pending = [function]
     while pending:
         function = pending.pop()
-        kind = getattr(function, "__qualname__", "").partition(".<locals>")[0]
-        made_of = inspect.getclosurevars(function).nonlocals
         if function is masking_utils.causal_mask_function:
             causal = True
-        elif kind == "and_masks":
-            pending += made_of["mask_functions"]
+            continue
+        kind, made_of = _made_of(function)
+        if kind == "and_masks":
+            pending += made_of
         elif kind == "sliding_window_overlay":
-            window = made_of["sliding_window"]
+            window = made_of
         elif kind == "packed_sequence_mask_function":
-            sequences = made_of["packed_sequence_mask"]
+            sequences = made_of
         elif kind == "remap_positions_for_packed_sequence":
             # Inside a sequence, positions differ by as much as indices.
-            pending.append(made_of["mask_function"])
+            pending.append(made_of)
         else:
             return None
     return _Pattern(window, sequences) if causal else None
+
+
+def _made_of(function: Callable[..., Any]) -> tuple[str, Any]:
+    """Which function of `_MAKERS` has made it, and of what."""
+    if isinstance(function, _Mask):
+        every = function.kind == "and_masks"
+        return function.kind, function.arguments if every else function.arguments[0]
+    if is_compiling():
+        return "", None
+    kind = getattr(function, "__qualname__", "").partition(".<locals>")[0]
+    if kind not in _MAKERS:
+        return "", None
+    return kind, inspect.getclosurevars(function).nonlocals[_MAKERS[kind]]
 
 
 def attention(
