@@ -90,14 +90,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GptOss"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Gemma4", "GptOss"])
 def test_tokens_are_those_of_generate(name: str, calls: list[dict[str, Any]]) -> None:
     expected = generated(make(name))
     assert served(model_of(name)) == expected
     assert {call["layout"] for call in calls} == {"TND"}
     modes = {call["sparse_mode"]: call["block_table"] is not None for call in calls}
     # Keys of a window are copied; all others are read where they are once some are cached.
-    assert modes == {"Mistral": {4: False}, "GptOss": {4: False, 3: True}}.get(name, {3: True})
+    expected_modes = {"Llama": {3: True}, "Qwen3": {3: True}, "Mistral": {4: False}}
+    assert modes == expected_modes.get(name, {4: False, 3: True})
     # Chunks of prompts and single tokens share steps.
     counts = [torch.tensor([0, *x["actual_seq_lengths_query"]]).diff() for x in calls]
     assert any(len(x) > 1 and x.min() == 1 and x.max() > 1 for x in counts)
@@ -144,17 +145,26 @@ def test_without_a_paged_cache_it_is_the_other_attention() -> None:
     assert generated(second) == generated(first)
 
 
-def test_features_that_it_lacks() -> None:
-    model = make("Gemma2", "ascend_flash")
+def test_other_attention_is_served_as_before() -> None:
+    assert served(make("Llama", "sdpa")) == generated(make("Llama"))
+
+
+LACKING = {"Gemma2": "softcap", "ImageGPT": "compute their attention themselves"}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_features_that_it_lacks(name: str) -> None:
+    model = make(name, "ascend_flash")
     config = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=24)
     results = model.generate_batch(prompts()[:1], continuous_batching_config=config)
     (result,) = results.values()
-    assert "softcap" in result.error
+    assert LACKING[name] in result.error
 
 
 def test_unregister_leaves_nothing() -> None:
     unregister()
     assert not hasattr(flash._lazy_imports, "__wrapped__")
+    assert PagedAttentionCache.update.__code__.co_name != "leave_to_attention"
     with pytest.raises(ValueError, match="ascend_flash"):
         make("Llama", "ascend_flash")
     register()

@@ -38,6 +38,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("MistralForCausalLM", _SLIDING),
     "Gemma2": ("Gemma2ForCausalLM", _SCALED),
     "Gemma3": ("Gemma3ForCausalLM", _SCALED),
+    "Gemma4": ("Gemma4ForCausalLM", {
+        **_SLIDING, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
     "GptOss": ("GptOssForCausalLM", {
         **_WITH_EXPERTS, "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -51,6 +56,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         **_WITH_EXPERTS, "num_key_value_heads": 1, "q_lora_rank": 32, "o_groups": 2,
         "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
         "n_routed_experts": 4,
+    }),
+    "ImageGPT": ("ImageGPTForCausalImageModeling", {
+        "vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 64, "n_layer": 1, "n_head": 4,
     }),
     "Inkling2": ("Inkling2ForCausalLM", _DENSE),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _SPARSE),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
-from transformers.generation.continuous_batching import PagedAttentionCache
 
 import ascend_attn_ops as ops
 from ascend_attn_ops._npu_graphs import captures
@@ -102,6 +101,7 @@ def register() -> None:
             patch.set_item(AttentionInterface._global_mapping, name, attention)
             patch.set_item(masking_utils.AttentionMaskInterface._global_mapping, name, mask)
         _paged.let_models_load(PAGED_NAME, patch)
+        _paged.let_attention_update(PAGED_NAME, _check_that_attention_can_be_chosen, patch)
     _registered = patch
 
 
@@ -193,12 +193,7 @@ def mask(
             f'attn_implementation="{NAME}": {type(config).__name__} has an indexer or compressed '
             f"keys; {what if config.model_type in SERVED else ANOTHER_INDEXER}"
         )
-    config_class: Any = type(config)
-    if config is not None and not _lets_attention_be_chosen(config_class):
-        raise NotImplementedError(
-            f'attn_implementation="{NAME}": the models of {config_class.__name__} compute their '
-            'attention themselves; use another implementation, such as "eager"'
-        )
+    _check_that_attention_can_be_chosen(config.__class__)
 
     def of_all_pairs() -> Tensor | None:
         return masking_utils.sdpa_mask(
@@ -243,8 +238,8 @@ def mask(
 
 
 @cache
-def _lets_attention_be_chosen(config_class: Any) -> bool:
-    """Whether masks as scaled_dot_product_attention takes them mean to its models what they say.
+def _check_that_attention_can_be_chosen(config_class: Any) -> None:
+    """Raises where masks as scaled_dot_product_attention takes them mean something else to a model.
 
     transformers hands masks of an unknown implementation to models that never ask for it too.
     """
@@ -255,7 +250,11 @@ def _lets_attention_be_chosen(config_class: Any) -> bool:
             yield from kinds_of(special)
 
     models = (model for model in kinds_of(PreTrainedModel) if model.config_class is config_class)
-    return all(model._supports_sdpa or model._supports_attention_backend for model in models)
+    if not all(model._supports_sdpa or model._supports_attention_backend for model in models):
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}": the models of {config_class.__name__} compute their '
+            'attention themselves; use another implementation, such as "eager"'
+        )
 
 
 def _recognise(function: Callable[..., Any]) -> _Pattern | None:
@@ -328,10 +327,9 @@ def attention(
                 'such as "eager"'
             )
     options: dict[str, Any] = {"num_heads": query.shape[1], "scale_value": scaling, "sink": s_aux}
-    cache = kwargs.get("cache")
-    if isinstance(cache, PagedAttentionCache):
+    if "write_index" in kwargs:
         options |= {**_mode(True, sliding_window), "num_key_value_heads": key.shape[1]}
-        return _paged.attention(module, query, key, value, cache, options, kwargs), None
+        return _paged.attention(module, query, key, value, options, kwargs), None
     options["dropout_p"] = dropout
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]

@@ -39,6 +39,31 @@ def let_models_load(name: str, patch: Patch) -> None:
     patch.set_attribute(modeling_flash_attention_utils, "_lazy_imports", lazy_imports)
 
 
+def let_attention_update(name: str, check: Callable[[Any], None], patch: Patch) -> None:
+    """Let the attention of this name write to a paged cache and read its pages where they are.
+
+    The models of transformers 5.24 update the cache before it, which copies all keys; those of 5.23
+    pass it on.
+    """
+    update = PagedAttentionCache.update
+
+    @wraps(update)
+    def leave_to_attention(
+        cache: PagedAttentionCache,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        if cache.config._attn_implementation != name:
+            return update(cache, key_states, value_states, layer_idx, kwargs)
+        check(cache.config.__class__)
+        _caches[kwargs["cu_seq_lens_q"]] = cache
+        return key_states, value_states
+
+    patch.set_attribute(PagedAttentionCache, "update", leave_to_attention)
+
+
 class _Step(NamedTuple):
     """The lengths of a step of the server, and the pages of its keys if they are read in place."""
 
@@ -49,6 +74,8 @@ class _Step(NamedTuple):
 
 # All layers of a kind get the same tensors in a step, whose lengths are read on the host once.
 _steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Layers that share the keys of another do not update the cache of the step.
+_caches: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def attention(
@@ -56,7 +83,6 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cache: PagedAttentionCache,
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> Tensor:
@@ -76,8 +102,9 @@ def attention(
             "every step; set max_blocks_per_request=0 in ContinuousBatchingConfig"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    allocator = cache.layer_to_allocator[layer]
     ends = kwargs["cu_seq_lens_q"]
+    cache = kwargs["cache"] if "cache" in kwargs else _caches[ends]
+    allocator = cache.layer_to_allocator[layer]
     if ends not in _steps:
         _steps[ends] = {}
     steps = _steps[ends]
@@ -85,14 +112,15 @@ def attention(
         steps[allocator.index] = _step_of(allocator, kwargs)
     step: _Step = steps[allocator.index]
 
+    written = kwargs["write_index"][allocator.index]
+    key, value = (x[0].transpose(0, 1) for x in (key, value))
     if step.block_table is None:
-        key, value = cache.update(key, value, layer, {**kwargs})
-        key, value = (x[0].transpose(0, 1) for x in (key, value))
+        read = kwargs["read_index"][allocator.index]
+        key, value = allocator.update(key, value, layer, read, written)
         lengths = step.key_ends
     else:
         key_pages, value_pages = allocator.get_cache_for_block_table(layer)
-        slots = kwargs["write_index"][allocator.index].int()
-        key, value = (x[0].transpose(0, 1) for x in (key, value))
+        slots = written.int()
         # Two calls, as pages of keys and of values alternate in one tensor.
         ops.scatter_pa_kv_cache_(key, key_pages, slots)
         ops.scatter_pa_kv_cache_(value, value_pages, slots)
