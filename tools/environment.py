@@ -23,7 +23,7 @@ TOOLS = ["setuptools>=77,<82", "wheel", "ninja>=1.11"]
 TESTS = ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "numpy>=1.26,<3", "expecttest>=0.3,<1"]
 # matplotlib for the examples' tests; torch_npu imports yaml.
 TESTS += ["matplotlib>=3.8,<4", "pyyaml>=6,<7"]
-MODELS = ["transformers>=5.23,<5.24; python_version >= '3.11'", "psutil>=5,<8"]
+MODELS = ["transformers>=5.23,<5.25; python_version >= '3.11'", "psutil>=5,<8"]
 # Without what it requires: all of it is there, and pip would look after torch's requirements too.
 TRAINERS = ["accelerate>=1.1,<2"]
 FOR_GPUS = re.compile(r"nvidia|cuda|triton|extra ==")

@@ -5,8 +5,8 @@ try:
     from transformers.models import deepseek_v32, glm_moe_dsa  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "ascend_attn_ops.integrations.transformers needs transformers 5.23: "
-        f"pip install 'transformers>=5.23,<5.24' ({error})"
+        "ascend_attn_ops.integrations.transformers needs transformers 5.23 or 5.24: "
+        f"pip install 'transformers>=5.23,<5.25' ({error})"
     ) from error
 
 from ascend_attn_ops.integrations.transformers._dense import register, unregister
