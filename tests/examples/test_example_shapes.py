@@ -19,6 +19,7 @@ import torch
 from ascend_attn_ops.device_limits import Device, device_in_force, table
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from ascend_attn_ops.npu_operators import stand_in
+from ascend_attn_ops.npu_operators.schemas import RELEASE
 from support import fresh
 from support.checkout import EXAMPLES, ROOT
 from support.turns import nightly, seed
@@ -100,7 +101,7 @@ def why_missing(error: Exception, device: Device) -> str:
 def torch_npu_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples want a stand-in in its place, which support.npu_names hides from other tests."""
     if "torch_npu" not in sys.modules:
-        monkeypatch.setitem(sys.modules, "torch_npu", stand_in._module)
+        monkeypatch.setitem(sys.modules, "torch_npu", stand_in._module("torch_npu", RELEASE))
 
 
 @pytest.mark.usefixtures("torch_npu_as_before")
