@@ -64,10 +64,11 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
     at = (positions[..., None] if single else positions).long()
     blocks_of_row, dtype = block_table.shape[-1], block_table.dtype
     room = blocks_of_row * block_size
+    # Made first, since memory for it ends soon for a view of more elements than anybody reads.
+    block = torch.div(at.clamp(min=0), block_size, rounding_mode="floor")
     if readable(at) and at.numel() and int(at.amax()) >= room:
         expected = f"positions below {room}, in the {blocks_of_row} blocks of {block_size}"
         raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(int(at.amax())))
-    block = torch.div(at.clamp(min=0), block_size, rounding_mode="floor")
     blocks = block_table.gather(-1, block)
     # The first block of which the last slot is beyond the dtype. Padding reads none.
     beyond = (torch.iinfo(dtype).max + 1) // block_size
