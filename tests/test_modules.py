@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import LightningIndexer
 from ascend_attn_ops.modules import rotary_embedding
 
+pytestmark = pytest.mark.usefixtures("no_limits")
+
 HIDDEN, HEADS, DIM = 24, 3, 16
-
-
-@pytest.fixture(autouse=True)
-def _without_limits() -> Iterator[None]:
-    with ascend_attn_ops.limits(None):
-        yield
 
 
 def make(rope_dim: int = 8, dtype: torch.dtype = torch.float32) -> LightningIndexer:

@@ -1,4 +1,4 @@
-"""Several threads call operators at a time, with tensors that nobody writes to, or share a call."""
+"""Several threads call operators at a time, with tensors that nobody writes to."""
 
 from __future__ import annotations
 
@@ -58,20 +58,6 @@ def test_the_bits_are_those_of_one_thread(operator: Operator, threads_of_a_call:
     for found in all_of(THREADS):
         for x, y in zip(found, expected, strict=True):
             assert_same_bits(x, y)
-
-
-@pytest.mark.usefixtures("no_limits")
-@pytest.mark.parametrize("operator", RETURNING, ids=lambda operator: operator.name)
-def test_threads_that_share_a_call(operator: Operator) -> None:
-    """However many threads this process has otherwise."""
-    sample = operator.make(operator.cases[0], torch.float32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        outputs = sample.call(torch.ops.ascend)
-    finally:
-        torch.set_num_threads(before)
-    operator.assert_matches_reference(sample, outputs)
 
 
 @pytest.mark.usefixtures("no_limits")

@@ -8,7 +8,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
-from device_samples import DEVICE_RECIPES, as_launched, first, is_launched, is_pack_gradient
+from device_samples import DEVICE_RECIPES, as_launched, first, is_launched
 from support.samples import RECIPES, Recipe, named_tensors
 from support.tolerance import assert_same_bits
 
@@ -67,26 +67,6 @@ def test_second_device(recipe: Recipe) -> None:
     assert {x.device for x in outputs} == {torch.device("npu:1")}
     assert {entry["device"] for entry in log if "phase" in entry} == {1}
     assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
-
-
-# test_npu_graphs.py tests the calls that wait.
-WITHOUT_WAITING = [recipe for recipe in DEVICE_RECIPES if not is_pack_gradient(recipe)]
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """torch_npu raises at an operation that synchronises."""
-    samples = [recipe.make(torch.bfloat16).to("npu") for recipe in WITHOUT_WAITING]
-    # The first call without ropes waits for the zeros that all later ones read in their place.
-    for sample in samples:
-        sample.call(torch.ops.ascend)
-    torch.npu.set_sync_debug_mode("error")
-    try:
-        for sample in samples:
-            sample.call(torch.ops.ascend)
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            first("lightning_indexer").make(torch.bfloat16).inputs["query"].npu().sum().item()
-    finally:
-        torch.npu.set_sync_debug_mode("default")
 
 
 def test_streams_with_few_cores() -> None:

@@ -10,7 +10,6 @@ import torch
 from ascend_attn_ops import prompt_flash_attention, sparse_mode_mask
 from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase, build
 from ascend_attn_ops.device_limits import table
-from ascend_attn_ops.masks import compressed_mask
 from support.samples.prompt_flash_attention_errors import (
     CAUSAL,
     EQUAL,
@@ -172,14 +171,6 @@ def test_the_default_dtype_does_not_matter() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("mode", [2, 3, 4])
-def test_a_compressed_mask_is_not_needed(mode: int) -> None:
-    tensors = qkv(9, 14)
-    options = {"sparse_mode": mode, "pre_tokens": 3, "next_tokens": 2}
-    mask = compressed_mask(mode, torch.device("cpu"))
-    assert torch.equal(attend(*tensors, **options), attend(*tensors, atten_mask=mask, **options))
-
-
 def test_the_scale_of_the_function() -> None:
     q, k, v = qkv(5, 6)
     expected = attend(q, k, v, scale_value=D**-0.5)
@@ -214,9 +205,6 @@ LEGAL = [
 @pytest.mark.parametrize(("case", "changes"), LEGAL, ids=str)
 def test_legal(case: PromptCase, changes: dict[str, Any]) -> None:
     build(case, torch.bfloat16).given(**changes).call(torch.ops.ascend)
-
-
-# Calls just within the limits of a product.
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

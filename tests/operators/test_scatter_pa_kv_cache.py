@@ -63,21 +63,15 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 @each_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_writes_the_bytes_of_the_reference(case: CacheCase, dtype: torch.dtype) -> None:
-    """The mean as well: float32, in the order of the rows."""
+    """The mean as well: float32, in the order of the rows. And what it reads stays."""
     sample = build(case, dtype)
     expected = after(sample, reference)
+    before = of_bytes([x.clone() for x in sample.tensors.values()])
     assert_same(after(sample), expected)
+    assert_same(of_bytes(list(sample.tensors.values())), before)
     changed = any(not torch.equal(x, y) for x, y in zip(caches(sample), expected, strict=True))
     nothing_to_write = case.slots == "all skipped" or sample.inputs["key"].numel() == 0
     assert changed != nothing_to_write
-
-
-@each_scenario
-def test_two_runs_are_bitwise_equal_and_leave_the_inputs_alone(case: CacheCase) -> None:
-    sample = build(case, torch.bfloat16)
-    before = of_bytes([x.clone() for x in sample.tensors.values()])
-    assert_same(after(sample), after(sample))
-    assert_same(of_bytes(list(sample.tensors.values())), before)
 
 
 @pytest.mark.parametrize(
