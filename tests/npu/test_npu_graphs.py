@@ -17,7 +17,13 @@ from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, 
 from device_samples import DEVICE_RECIPES, is_pack_gradient
 from fuzz.npu_graphs import Step
 from support.samples import Recipe, as_tuple, bytes_of
-from support.simulated_npu import TASK_QUEUE, attention_functions, captured, run_in_new_process
+from support.simulated_npu import (
+    TASK_QUEUE,
+    attention_functions,
+    captured,
+    once,
+    run_in_new_process,
+)
 from test_npu_scatter_pa_kv_cache import to_npu
 from torch import Tensor
 
@@ -320,6 +326,23 @@ def test_the_page() -> None:
     program = "\n".join(x for pair in zip(blocks, checks, strict=True) for x in pair)
     output, _ = run_in_new_process(program)
     assert output == "done\n"
+
+
+@captured
+@once
+@pytest.mark.parametrize("name", ["npu/graphs/calls", "npu/graphs/training"])
+def test_random_captures(name: str) -> None:
+    """A few of those that `python -m cann_simulator tests/fuzz/run.py --only 'npu/*'` makes.
+
+    Runs in a process of its own: cases set one thread, and threads that they start keep that."""
+    output, _ = run_in_new_process(f"""
+        import torch
+        from fuzz import npu_graphs, run
+        for number in range(30):
+            run.run_case(npu_graphs.CASES["{name}"], run.case_seed(0, "{name}", number))
+        print("30 cases")
+    """)
+    assert output.split()[-2:] == ["30", "cases"]
 
 
 @pytest.mark.skipif(TASK_QUEUE != 2, reason="at the other levels torch_npu captures")

@@ -33,9 +33,9 @@ SAMPLES = [x for x in map(sample_of, OPERATORS.values()) if x is not None]
 each_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda x: x.operator)
 
 
-@pytest.fixture
-def default_device() -> Iterator[None]:
-    torch.set_default_device("npu")
+@pytest.fixture(params=[None, "npu"])
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_default_device(request.param)
     yield
     torch.set_default_device(None)
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import ascend_attn_ops as ops
+import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
 from device_samples import as_launched
 from support.samples import OPERATORS
 from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch.func import grad, vmap
-
-PACKED = SparseCase(layout="TND", lengths=((3, 0, 6), (5, 2, 9)))
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -43,16 +38,24 @@ def test_torch_func() -> None:
     assert_same_bits((on_npu,), (vmap(grad(loss))(x),))
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("lightning_indexer", Tensor.tolist),
-        ("sparse_lightning_indexer_grad_kl_loss", Tensor.npu),
-    ],
-)
-def test_lengths_of_the_other_kind(name: str, given: Callable[[Any], Any]) -> None:
-    """As lists, or on the device where the host reads them."""
-    sample = OPERATORS[name].make(PACKED, torch.bfloat16)
-    lengths = {x: given(sample.arguments[x]) for x in LENGTHS}
-    outputs = sample.to("npu").given(**lengths).call(ops)
-    assert_same_bits(tuple(x.cpu() for x in outputs), sample.call(torch.ops.ascend))
+def attend_in_int8(tensors: list[Tensor], scale_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    inputs = ops.quantize_attention_inputs(*tensors, scale_dtype=scale_dtype)
+    out = ops.prompt_flash_attention(**inputs._asdict(), num_heads=4, layout="BNSD", sparse_mode=3)
+    return (*inputs, out)
+
+
+@pytest.mark.usefixtures("no_leak")
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint64], ids=str)
+def test_quantised_attention(scale_dtype: torch.dtype) -> None:
+    """The device's int8 attention, as on the CPU to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(2, 4, 50, 32, generator=generator, dtype=torch.bfloat16) for _ in range(3)
+    ]
+    on_npu = [x.npu() for x in tensors]
+    with cann_simulator.recorded_calls() as calls:
+        results = attend_in_int8(on_npu, scale_dtype)
+    functions = [call["function"] for call in calls if call.get("phase") == 1]
+    assert functions == ["aclnnPromptFlashAttentionV3"]
+    assert {x.device.type for x in results} == {"npu"}
+    assert_same_bits(tuple(x.cpu() for x in results), attend_in_int8(tensors, scale_dtype))
