@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ def no_limits() -> Iterator[None]:
     """The samples are far smaller than what the device's tables allow."""
     with ascend_attn_ops.limits(None):
         yield
+
+
+@pytest.fixture
+def set_determinism() -> Iterator[Callable[..., None]]:
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
 
 
 class NotOnThisDevice(pytest.File):

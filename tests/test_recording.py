@@ -83,64 +83,32 @@ def test_an_error_names_its_file_which_raises_it_again_in_a_fresh_process(tmp_pa
     assert "num_heads" in lines[2]
 
 
-def test_a_difference_is_recorded_and_replays_to_the_same(tmp_path: Path) -> None:
-    with ops.record(tmp_path, when="differs") as files:
-        attend()
-    assert not files
-    with Faulty("flash_attention_score", 0, 1), ops.record(tmp_path, when="differs") as files:
-        attend()
-    (file,) = files
-    outcome = replay(file)  # here the operator is right
-    assert outcome.difference is None
-    assert outcome.same_as_recorded is False
-    with Faulty("flash_attention_score", 0, 1):
+@pytest.mark.parametrize(
+    ("operator", "result"), [("flash_attention_score", "out"), ("flash_attention_score_grad", "dq")]
+)
+def test_a_difference_is_recorded_and_replays_to_the_same(
+    operator: str, result: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def recorded_step() -> list[Path]:
+        with ops.record(tmp_path, when="differs") as files:
+            attend(QUERY.clone().requires_grad_()).float().square().mean().backward()
+        return files
+
+    assert not recorded_step()
+    with Faulty(operator, 0, 1):
+        (file,) = recorded_step()
         outcome = replay(file)
-    assert outcome.difference is not None
-    assert outcome.difference.startswith("out: 1 of ")
+        assert main(["check", "--device", "cpu", "--replay", str(file)]) == 1
+    where, difference, same = capsys.readouterr().out.split("\n  here")[0:3]
+    assert where.splitlines()[1].startswith(f"{operator}, called at ")
+    text = difference.removeprefix(", against the reference: ").replace("\n    ", "\n")
+    with safetensors.safe_open(str(file), framework="pt") as opened:
+        recorded = json.loads(opened.metadata()[recorded_calls._METADATA])["differs"]
+    assert text == recorded == outcome.difference
+    assert recorded.startswith(f"{result}: 1 of ")
+    assert same.strip() == ": the recorded bits"
     assert outcome.same_as_recorded
-
-
-# A training script, and a program that replays a file, on a machine whose gradient errs.
-TRAINING = """
-import sys, torch, ascend_attn_ops as ops
-from test_comparison import Faulty
-torch.manual_seed(3)
-projection = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
-key = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
-optimizer = torch.optim.SGD(projection.parameters(), lr=0.1)
-with Faulty("flash_attention_score_grad", 0, 1), ops.record(sys.argv[1], when="differs") as files:
-    for step in range(2):
-        query = projection(torch.randn(1, 6, 4, 64, dtype=torch.bfloat16))
-        out = ops.flash_attention_score(query, key, key, num_heads=4, layout="BSND")[0]
-        out.float().square().mean().backward()
-        optimizer.step()
-assert len(files) == 2, files
-"""
-REPLAY_WRONGLY = f"""
-from test_comparison import Faulty
-with Faulty("flash_attention_score_grad", 0, 1):
-    {REPLAY}
-"""
-
-
-def test_a_failing_training_call_replays_to_the_same_in_a_fresh_process(tmp_path: Path) -> None:
-    trained = in_new_process(TRAINING, tmp_path)
-    assert trained.status == 0, trained.err
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) == 2
-    for file in files:
-        with safetensors.safe_open(str(file), framework="pt") as opened:
-            recorded = json.loads(opened.metadata()[recorded_calls._METADATA])["differs"]
-        assert recorded.startswith("dq: 1 of ")
-        replayed = in_new_process(REPLAY_WRONGLY, file)
-        assert replayed.status == 1, replayed.err
-        where, difference, same = replayed.out.split("\n  here")[0:3]
-        assert where.splitlines()[1].startswith("flash_attention_score_grad, called at ")
-        text = difference.removeprefix(", against the reference: ").replace("\n    ", "\n")
-        assert text == recorded
-        assert same.strip() == ": the recorded bits"
-    # Where the operator is right, the same file shows no difference.
-    outcome = replay(files[0])
+    outcome = replay(file)  # here the operator is right
     assert outcome.difference is None
     assert outcome.same_as_recorded is False
 

@@ -12,6 +12,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.check.gradients import outputs_and_gradients
+from fuzz.calls import threads
 from support.samples import OPERATORS, Operator, Recipe
 from support.tolerance import assert_same_bits
 from support.turns import seed
@@ -73,9 +74,7 @@ def test_a_forked_process_computes(before: bool) -> None:
         )[0]
         return out
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         if before:
             assert torch.equal(call(), x)
         child = os.fork()
@@ -84,5 +83,3 @@ def test_a_forked_process_computes(before: bool) -> None:
             os._exit(0 if torch.equal(call(), x) else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert torch.equal(call(), x)
-    finally:
-        torch.set_num_threads(threads)

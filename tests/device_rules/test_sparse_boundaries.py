@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ascend_attn_ops
 import pytest
 import torch
@@ -65,12 +67,9 @@ def test_the_lengths_of_keys_are_checked_where_they_can_be_read() -> None:
         torch.ops.ascend.lightning_indexer_grad(**on_cpu, sparse_mode=0)
 
 
-def test_determinism_of_the_process() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(ValueError, match="warn_only=True"):
-            call(SFAG, "A2:8.5", Sizes())
-        torch.use_deterministic_algorithms(True, warn_only=True)
+def test_determinism_of_the_process(set_determinism: Any) -> None:
+    set_determinism(True)
+    with pytest.raises(ValueError, match="warn_only=True"):
         call(SFAG, "A2:8.5", Sizes())
-    finally:
-        torch.use_deterministic_algorithms(False)
+    set_determinism(True, warn_only=True)
+    call(SFAG, "A2:8.5", Sizes())

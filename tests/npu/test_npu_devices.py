@@ -219,7 +219,7 @@ def test_no_launch_has_sequences_of_unequal_lengths(lengths: Any, tail: tuple[in
     ],
 )  # fmt: skip
 def test_long_rows_are_launched_in_bnsd(
-    layout: str, b: int, n: int, refused: bool, deterministic: bool
+    layout: str, b: int, n: int, refused: bool, deterministic: bool, set_determinism: Any
 ) -> None:
     def tensor(s: int, d: int) -> torch.Tensor:
         axes = {"B": b, "S": s, "N": n, "D": d, "H": n * d}
@@ -237,12 +237,9 @@ def test_long_rows_are_launched_in_bnsd(
         )
 
     expected = gradients("cpu")
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        with cann_simulator.recorded_calls() as log:
-            actual = gradients("npu")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    set_determinism(deterministic)
+    with cann_simulator.recorded_calls() as log:
+        actual = gradients("npu")
     assert_same_bits(cpu(actual), expected)
     (call,) = first_phases(log, "aclnnFlashAttentionScoreGradV2")
     moved = refused and not deterministic and DEVICE[0] in ("A2", "A3")

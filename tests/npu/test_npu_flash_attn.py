@@ -97,15 +97,12 @@ def test_lengths_on_the_host_do_not_wait(place: Callable[[Tensor], Any], waits: 
     assert cann_simulator.waits() == before + 2 * waits
 
 
-def test_deterministic_is_asked_of_torch() -> None:
+def test_deterministic_is_asked_of_torch(set_determinism: Any) -> None:
     x = bf16(1, 4, 2, 16).npu()
     with pytest.raises(NotImplementedError, match=r"use_deterministic_algorithms\(True\)"):
         flash_attn_func(x, x, x, deterministic=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        flash_attn_func(x, x, x, deterministic=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    set_determinism(True)
+    flash_attn_func(x, x, x, deterministic=True)
 
 
 @pytest.mark.skipif(

@@ -98,21 +98,20 @@ def test_pages_have_the_name_of_this_function() -> None:
     assert {arguments["layoutKvOptional"] for _, arguments in calls} == {"PA_BBND"}
 
 
-def test_a_gradient_that_may_only_warn_runs_in_a_context_without_determinism() -> None:
+def test_a_gradient_that_may_only_warn_runs_in_a_context_without_determinism(
+    set_determinism: Any,
+) -> None:
     """CANN refuses it in a deterministic one. Other functions of the pass keep theirs."""
     sample = SPARSE_FLASH_MLA.make(DEVICE, torch.bfloat16)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        gradients = []
-        for device in ("cpu", "npu"):
-            leaf = sample.to(device).requires_grad(("query",))
-            with cann_simulator.recorded_calls() as log:
-                out, _ = leaf.call(torch.ops.ascend)
-                loss = out.float().sum()
-                gradients += [x.cpu() for x in torch.autograd.grad(loss, leaf.tensors["query"])]
-                torch.npu.synchronize()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    set_determinism(True, warn_only=True)
+    gradients = []
+    for device in ("cpu", "npu"):
+        leaf = sample.to(device).requires_grad(("query",))
+        with cann_simulator.recorded_calls() as log:
+            out, _ = leaf.call(torch.ops.ascend)
+            loss = out.float().sum()
+            gradients += [x.cpu() for x in torch.autograd.grad(loss, leaf.tensors["query"])]
+            torch.npu.synchronize()
     assert_same_bits((gradients[1],), (gradients[0],))
     modes = {x["function"]: x["deterministic"] for x in log if x.get("phase") == 1}
     assert modes[f"{FORWARD}Grad"] == 0

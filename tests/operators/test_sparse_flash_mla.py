@@ -122,19 +122,16 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
 
 
 @pytest.mark.parametrize("warn_only", [True, False])
-def test_deterministic_algorithms_on_a2(warn_only: bool) -> None:
+def test_deterministic_algorithms_on_a2(warn_only: bool, set_determinism: Any) -> None:
     made = SPARSE_FLASH_MLA.make(DEVICE, torch.bfloat16).requires_grad(("query",))
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        with ops.limits("A2"):
-            out, _ = made.call(torch.ops.ascend)
-            if warn_only:
+    set_determinism(True, warn_only=warn_only)
+    with ops.limits("A2"):
+        out, _ = made.call(torch.ops.ascend)
+        if warn_only:
+            out.sum().backward()
+        else:
+            with pytest.raises(ValueError, match="sparse_flash_mla_grad: deterministic"):
                 out.sum().backward()
-            else:
-                with pytest.raises(ValueError, match="sparse_flash_mla_grad: deterministic"):
-                    out.sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
