@@ -36,8 +36,8 @@ FIRST = {
     "simulation/": "",
     "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
-    "flash_attention_score sequence_lengths threads autocast limits_of_threads out_forms "
-    "cache_layouts prompt_flash_attention_int8 memory_and_sizes verdicts",
+    "flash_attention_score forms_of_arguments threads autocast limits_of_threads out_forms "
+    "cache_layouts memory_and_sizes verdicts",
     "/distributed/": "dense_context_parallel agreement sparse_context_parallel communication "
     "dtensor training",
     "/npu_operators/": "npu_operators_inference npu_operators_others npu_operators_errors "
@@ -49,7 +49,7 @@ FIRST = {
     "_packing.py": "sparse_models dense_models",
     "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
     "_statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
-    "_indexer_loss.py": "loss_with_target indexer_loss errors_python",
+    "_indexer_loss.py": "indexer_loss errors_python",
     "masks.py": "errors_python flash_attention_score prompt_flash_attention",
     "modules.py": "modules errors_python",
     "quantization.py": "quantize_attention",

@@ -165,7 +165,7 @@ def test_what_carries_no_gradient(recipe: Recipe) -> None:
     sample = recipe.make(torch.float32)
     leaf = sample.requires_grad(differentiable_names(sample))
     outputs = leaf.call(torch.ops.ascend)
-    # test_softmax_sum.py and test_sparse_statistics.py have the gradients through statistics.
+    # test_gradients_of_statistics.py has the gradients through statistics.
     carrying = (*gradient_of(sample).outputs, "softmax_sum", "softmax_lse")
     carries = [name in carrying for name in recipe.operator.output_names]
     assert [x.requires_grad for x in outputs] == carries
@@ -274,15 +274,12 @@ def test_second_derivative(recipe: Recipe) -> None:
 
 
 @each_operator
-def test_deterministic_algorithms(recipe: Recipe) -> None:
+def test_deterministic_algorithms(recipe: Recipe, set_determinism: Any) -> None:
     sample = recipe.make(torch.bfloat16)
     names = differentiable_names(sample)
     expected = gradients(sample, names)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_same_bits(gradients(sample, names), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    set_determinism(True)
+    assert_same_bits(gradients(sample, names), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_ops.check.samples.sample import as_tuple
+from support.checkout import ROOT
 from support.samples import OPERATORS, Sample
 from torch import Tensor
 
@@ -112,3 +114,152 @@ def test_dense_gradients_of_keys_that_a_mask_hides_from_a_nan(dtype: torch.dtype
     assert d_value[0, 0, mask[1]].isfinite().all()
     assert d_value[0, 0, ~mask[1]].isnan().all()
     assert d_key.isnan().any()
+
+
+# The table in docs/numerics.md, "Infinities and NaN": what becomes of each in each operator.
+
+ALL_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+VALUES = {"-inf": -torch.inf, "+inf": torch.inf, "NaN": torch.nan}
+HEADER = "| operator | where | -inf | +inf | NaN |"
+T = torch.ops.ascend
+
+# Results that depend on the value, by the table's names; without a value they are left out.
+Results = dict[str, Tensor]
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """(operator, where, value, what becomes of it)."""
+    lines = (ROOT / "docs/numerics.md").read_text().partition(HEADER)[2].splitlines()[2:]
+    found = []
+    for line in lines[: lines.index("")]:
+        operator, where, *cells = (x.strip() for x in line.strip("|").split("|"))
+        found += [(operator, where, *x) for x in zip(VALUES, cells, strict=True)]
+    return found
+
+
+def attention(operator: str, where: str, value: float | None, dtype: torch.dtype) -> Results:
+    """One query and three keys, of which the last has the value. All numbers are positive: a score
+    has the sign of the infinity."""
+    query = torch.tensor([[0.5, 0.25]], dtype=dtype)
+    d_out = torch.tensor([[1, 0.5]], dtype=dtype)
+    last = -4000 if "weight 0" in where else 0.5
+    key = torch.tensor([[0.25, 0.5], [0.5, 0.125], [last, 0.5]], dtype=dtype)
+    values = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=dtype)
+    if value is None:
+        key, values = key[:2], values[:2]
+    else:
+        places = {"every score": query, "a score": key, "dO": d_out}
+        places.get(where, values)[-1, 0] = value
+    name = operator.removesuffix("_grad")
+    options: dict[str, Any] = {"scale_value": 1.0}
+    if name == "sparse_flash_attention":
+        inputs = [x.view(1, -1, 1, 2) for x in (query, key, values)]
+        inputs.append(torch.arange(len(key), dtype=torch.int32).view(1, 1, 1, -1))
+        options["sparse_mode"] = 0
+    else:
+        inputs = [x.view(1, 1, -1, 2) for x in (query, key, values)]
+        options |= {"num_heads": 1, "layout": "BNSD"}
+    out, *statistics = as_tuple(getattr(T, name)(*inputs, **options))
+    if name == operator:
+        # The channel of a value is the first.
+        return {"out": out if "score" in where else out[..., 0]}
+    saved = [d_out.view(out.shape), *statistics, out]
+    if name == "sparse_flash_attention":
+        saved.insert(1, saved.pop())
+    dq, dk, dv, *_ = getattr(T, operator)(*inputs, *saved, **options)
+    return {"dQ": dq.flatten()[:1], "dK": dk.view(-1, 2)[-1, :1], "dV": dv.view(-1, 2)[-1, :1]}
+
+
+def indexer(operator: str, where: str, value: float | None, dtype: torch.dtype) -> Results:
+    """One query of one head and three keys, of which the last has the value; gradients of 1."""
+    query = torch.tensor([0.5, 0.25], dtype=dtype).view(1, 1, 1, 2)
+    key = torch.tensor([[0.25, 0.5], [0.5, 0.125], [0.5, 0.5]], dtype=dtype).view(1, 3, 1, 2)
+    weights, d_values = torch.ones(1, 1, 1, dtype=dtype), torch.ones(1, 1, 1, 3, dtype=dtype)
+    places = {"a product": key[0, 2, 0], "a weight": weights[0, 0], "d_values": d_values[0, 0, 0]}
+    places[where][0 if where != "d_values" else 2] = torch.nan if value is None else value
+    if operator == "lightning_indexer":
+        indices, values = T.lightning_indexer(
+            query, key, weights, sparse_count=3, sparse_mode=0, return_values=True
+        )
+        return {"score": values[indices == 2], "rank": (indices.flatten() == 2).nonzero()[:, 0]}
+    every = torch.arange(3, dtype=torch.int32).view(1, 1, 1, 3)
+    dq, dk, dw = T.lightning_indexer_grad(query, key, d_values, every, weights, sparse_mode=0)
+    return {"dQ": dq.flatten()[:1], "dK": dk.view(-1, 2)[-1, :1], "dW": dw.flatten()}
+
+
+def loss(operator: str, where: str, value: float | None, dtype: torch.dtype) -> Results:
+    """One query of one head, for attention and for the indexer, and three keys, of which the last
+    has the value."""
+    query = torch.tensor([0.5, 0.25], dtype=dtype).view(1, 1, 1, 2)
+    rows = torch.tensor([[0.25, 0.5], [0.5, 0.125], [0.5, 0.5]], dtype=dtype).view(1, 3, 1, 2)
+    key, key_index = rows.clone(), rows.clone()
+    (key if where == "a score of attention" else key_index)[0, 2, 0, 0] = value
+    every = torch.arange(3, dtype=torch.int32).view(1, 1, 1, 3)
+    _, *statistics = T.sparse_flash_attention(query, key, key, every, scale_value=1.0)
+    dq, dk, dw, total = getattr(T, operator)(
+        query, key, query, key_index, torch.ones(1, 1, 1, dtype=dtype), every, *statistics,
+        scale_value=1.0, layout="BSND", sparse_mode=3,
+    )  # fmt: skip
+    return {"loss": total, "dQ": dq.flatten()[:1], "dK": dk.view(-1, 2)[-1, :1], "dW": dw.flatten()}
+
+
+def update(operator: str, where: str, value: float | None, dtype: torch.dtype) -> Results:
+    """Three parts of one row, of which the last has the value."""
+    of_lse = torch.float64 if dtype == torch.float64 else torch.float32
+    lse = [torch.tensor([x], dtype=of_lse) for x in (1, 0.5, 2)]
+    parts = [torch.tensor([[x, 2 * x]], dtype=dtype) for x in (1, 2, 3)]
+    if value is None:
+        lse, parts = lse[:2], parts[:2]
+    elif where == "every lse":
+        lse = [torch.full_like(x, value) for x in lse]
+    elif where == "an lse":
+        lse[2][0] = value
+    else:
+        parts[2][0, 0] = value
+        lse[2][0] = -torch.inf if "weight 0" in where else 2
+    for x in (*lse, *parts):
+        x.requires_grad_()
+    out, lse_out = T.attention_update(lse, parts)
+    if operator == "attention_update":
+        return {"out": out.detach()[..., 0], "lse_out": lse_out.detach()}
+    gradients = torch.autograd.grad(out.sum() + lse_out.sum(), [lse[-1], parts[-1]])
+    return {"d_lse": gradients[0], "d_local_out": gradients[1]}
+
+
+CALLS = {
+    "flash_attention_score": attention,
+    "flash_attention_score_grad": attention,
+    "prompt_flash_attention": attention,
+    "sparse_flash_attention": attention,
+    "sparse_flash_attention_grad": attention,
+    "lightning_indexer": indexer,
+    "lightning_indexer_grad": indexer,
+    "sparse_lightning_indexer_grad_kl_loss": loss,
+    "attention_update": update,
+    "attention_update, gradient": update,
+}
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize(("operator", "where", "value", "becomes"), table())
+def test_what_becomes_of(
+    operator: str, where: str, value: str, becomes: str, dtype: torch.dtype
+) -> None:
+    call = CALLS[operator]
+    results = call(operator, where, VALUES[value], dtype)
+    for cell in becomes.split(", "):
+        name, _, state = cell.partition(" ")
+        x = results[name]
+        if state == "as without it":
+            expected = call(operator, where, None, dtype)[name]
+        elif state == "finite":
+            assert bool(x.isfinite().all()), f"{name}: {x}"
+            continue
+        else:
+            expected = torch.full_like(x, float(state))
+        rtol = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(x, expected, rtol=rtol, atol=0, equal_nan=True)
+
+
+def test_every_operator_of_floating_point_is_in_the_table() -> None:
+    assert {operator for operator, *_ in table()} == set(CALLS)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
-from support.attention import attention, to_layout
+from support.attention import attention, causal, to_layout
 from support.tolerance import assert_same_bits
 from torch import Tensor
+from torch.func import grad, jacrev, vmap
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-BATCH, N, SQ, SKV, D, DR = 2, 4, 6, 9, 8, 4
+BATCH, N, NK, SQ, SKV, D, DR = 2, 4, 2, 6, 9, 8, 4
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def inputs(dtype: torch.dtype, heads: int = N) -> list[Tensor]:
-    """Query, key and value in BNSD."""
+def all_inputs(
+    dtype: torch.dtype = torch.float64, key_heads: int = NK, batch: int = BATCH
+) -> list[Tensor]:
+    """query, key, value, sink, query_rope and key_rope in BNSD."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, N, SQ, D), (BATCH, heads, SKV, D), (BATCH, heads, SKV, D)]
+    keys = batch, key_heads, SKV
+    shapes = [(batch, N, SQ, D), (*keys, D), (*keys, D), (N,), (batch, N, SQ, DR), (*keys, DR)]
     return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
+
+
+def inputs(dtype: torch.dtype, heads: int = N) -> list[Tensor]:
+    return all_inputs(dtype, heads)[:3]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -117,3 +127,76 @@ def test_a_bias_beside_ropes_gets_its_gradient() -> None:
     d_out = torch.randn_like(out)
     found, wanted = (torch.autograd.grad(x, pse, d_out) for x in (out, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+# Under the transformations of torch.func.
+
+Function = Callable[..., Tensor]
+
+
+def attend_causally(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, query_rope: Tensor, key_rope: Tensor
+) -> Tensor:
+    out, *_ = ops.flash_attention_score(
+        query, key, value, num_heads=N, layout="BNSD", sparse_mode=3, sink=sink,
+        query_rope=query_rope, key_rope=key_rope,
+    )  # fmt: skip
+    return out
+
+
+def stated(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, query_rope: Tensor, key_rope: Tensor
+) -> Tensor:
+    """The same in plain torch, in float64."""
+    query, key = (torch.cat(x, -1) for x in ((query, query_rope), (key, key_rope)))
+    seen = causal(query.shape[2], key.shape[2])
+    return attention(query, key, value, seen, (D + DR) ** -0.5, sink=sink)[0]
+
+
+def results(function: Function, tensors: list[Tensor]) -> list[Tensor]:
+    """out and all gradients."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    d_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one sink", "a sink for each"])
+def test_mapped(shared: bool) -> None:
+    """vmap of the function, of its gradient, and the gradient of the mapped function."""
+    query, key, value, sink, *ropes = all_inputs(batch=6)
+    several = [x.unflatten(0, (3, 2)) for x in (query, key, value, *ropes)]
+    sinks = sink if shared else torch.stack((sink, -sink, sink + 1))
+    tensors = [*several[:3], sinks, *several[3:]]
+    axes = (0, 0, 0, None if shared else 0, 0, 0)
+    mapped = vmap(attend_causally, in_dims=axes)
+
+    def one_by_one(*x: Tensor) -> Tensor:
+        each = [[y if axis is None else y[i] for y, axis in zip(x, axes, strict=True)]
+                for i in range(3)]  # fmt: skip
+        return torch.stack([stated(*y) for y in each])
+
+    torch.testing.assert_close(results(mapped, tensors), results(one_by_one, tensors))
+
+    def loss(*x: Tensor) -> Tensor:
+        return attend_causally(*x).sin().sum()
+
+    found = vmap(grad(loss, tuple(range(6))), in_dims=axes)(*tensors)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    expected = list(torch.autograd.grad(one_by_one(*leaves).sin().sum(), leaves))
+    if shared:
+        assert found[3].shape == (3, N)
+        found = (*found[:3], found[3].sum(0), *found[4:])
+    torch.testing.assert_close(list(found), expected)
+
+
+def test_rows_of_a_jacobian() -> None:
+    query, key, value, sink, *ropes = (x[:1] if x.dim() > 1 else x for x in all_inputs())
+
+    def of_sink(function: Function, x: Tensor) -> Tensor:
+        return function(query, key, value, x, *ropes)[0, :, -1, 0]
+
+    found, expected = (jacrev(partial(of_sink, x))(sink) for x in (attend_causally, stated))
+    torch.testing.assert_close(found, expected)
+    # A head knows its own sink.
+    assert torch.equal(found != 0, torch.eye(N, dtype=torch.bool))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from ascend_attn_ops.check.results import FORMAT, Result, write
+from ascend_attn_ops.check.samples import OPERATORS
 from support.checkout import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -63,3 +70,80 @@ def test_every_environment_variable_has_a_row() -> None:
     tree = "".join(file.read_text(encoding="utf-8") for file in files)
     gone = {name for name in listed if name not in tree}
     assert not gone, f"nothing reads {sorted(gone)}"
+
+
+# The reports of devices in docs/hardware, and the README's column.
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    pytest.importorskip("sphinx", reason="Sphinx is not installed")
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_ext"))
+    import hardware_reports
+
+    return hardware_reports
+
+
+def test_the_readme_says_what_the_reports_say(extension) -> None:  # type: ignore[no-untyped-def]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## Status")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)`.*\| ([^|]+) \|$", section, re.M))
+    said = {name: text for name, text in rows.items() if name in OPERATORS}
+    assert len(said) >= 7
+    assert said == {name: extension.status(name, extension.reports()) for name in said}
+
+
+def test_reports_make_rows(extension, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    facts = [Result("environment", "product", "product", "pass", "A2 with CANN 9.0"),
+             Result("environment", "CANN", "CANN", "pass", "9.0.0, <CANN>/lib64")]  # fmt: skip
+    for verdict in ("differs", "pass"):
+        line = Result("numbers", "flash_attention_score bfloat16", "numbers/1", verdict)
+        header = {"format": FORMAT, "device": "npu:0"}
+        write(tmp_path / f"{verdict}.json", header, [*facts, line])
+    first, second = extension.reports(tmp_path)
+    assert (first.facts["CANN"], first.verdict(), second.verdict()) == ("9.0.0", "1 differ", "pass")
+    assert extension.status("flash_attention_score", [second]) == "pass on A2, CANN 9.0.0"
+    assert extension.status("lightning_indexer", [second]) == extension.NOT_RUN
+    write(tmp_path / "cpu.json", {"format": FORMAT, "device": "cpu"}, facts)
+    with pytest.raises(ValueError, match="expected a report of an NPU, got one of cpu"):
+        extension.reports(tmp_path)
+
+
+# Stale Chinese pages are named, and their words are found. tools/lint.py compares their code.
+
+QUERY = "打包序列的 block_table 长度 S1 为真, ok 值"
+WORDS = ["打包", "包序", "序列", "列的", "block_table", "长度", "S1", "为真", "ok", "值"]
+
+
+@pytest.fixture
+def translations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_ext"))
+    return importlib.import_module("translations")
+
+
+def test_a_changed_english_page_is_named(
+    translations: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translations, "ROOT", tmp_path)
+    monkeypatch.setattr(translations, "DOCS", tmp_path)
+    (tmp_path / "zh").mkdir()
+    english, page, readme = (tmp_path / x for x in ("a.md", "zh/a.md", "README.zh.md"))
+    english.write_text("one\n")
+    page.write_text("% english: ../a.md 0\n")
+    readme.write_text("<!-- english: a.md 0 -->\n")
+    assert list(translations.stale()) == [readme, page]
+    for file in (page, readme):
+        translations.accept(file)
+    assert list(translations.stale()) == []
+    english.write_text("two\n")
+    assert list(translations.stale()) == [readme, page]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_a_browser_splits_a_query_alike(translations: ModuleType) -> None:
+    script = f"{translations._SPLIT_QUERY}console.log(JSON.stringify(splitQuery({QUERY!r})))"
+    assert json.loads(subprocess.check_output(["node", "-e", script], text=True)) == WORDS
+
+
+def test_words_of_the_search(translations: ModuleType) -> None:
+    assert translations.words(QUERY) == WORDS
