@@ -1,14 +1,197 @@
-"""Softmax statistics: their log-sum-exp, their order in packs."""
+"""Softmax statistics: gradients through them, their log-sum-exp, their order in packs."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_ops import reference
 from ascend_attn_ops._statistics import by_head, by_sequence
+from ascend_attn_ops.check.gradients import differentiable_names
+from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION
+from ascend_attn_ops.check.samples.sparse_flash_mla import SPARSE_FLASH_MLA, MlaCase
+from support.attention import qkv, to_layout
+from support.samples import Sample
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+pytestmark = pytest.mark.usefixtures("no_limits")
+
+PACK = ((4, 0, 3), (3, 2, 6))  # with rows without keys
+ATTENTION = [SparseCase(s=(6, 5), d=4, heads=2, k=3), SparseCase(layout="TND", lengths=PACK, d=4)]
+MLA = [
+    MlaCase(kind="swa", s=(6, 5, 0), d=4),
+    MlaCase(kind="hca", s=(6, 5, 2), d=4, sink=False),
+    MlaCase(layout="TND", lengths=(*PACK, (1, 1, 3)), tail=(2, 1, 1), d=4),
+]
+
+
+def made(case: SparseCase | MlaCase, dtype: torch.dtype = torch.float64) -> Sample:
+    operator = SPARSE_FLASH_MLA if isinstance(case, MlaCase) else SPARSE_FLASH_ATTENTION
+    return operator.make(case, dtype)
+
+
+def of_statistics(outputs: tuple[Tensor, ...]) -> Tensor:
+    """A function of the log-sum-exp of each row that has keys."""
+    lse = outputs[1] if len(outputs) == 2 else ops.log_sum_exp(*outputs[1:])
+    return (
+        lse.masked_fill(lse.isinf(), 0)
+        * torch.arange(lse.numel(), device=lse.device).view(lse.shape)
+    ).sum()
+
+
+def both(outputs: tuple[Tensor, ...]) -> Tensor:
+    return of_statistics(outputs) + outputs[0].square().sum()
+
+
+def gradients(sample: Sample, of: Callable[..., Tensor], operators: Any = torch.ops.ascend) -> Any:
+    names = differentiable_names(sample)
+    leaf = sample.requires_grad(names)
+    leaves = [leaf.tensors[name] for name in names]
+    return torch.autograd.grad(
+        of(leaf.call(operators)), leaves, allow_unused=True, materialize_grads=True
+    )
+
+
+@pytest.mark.parametrize("of", [of_statistics, both])
+@pytest.mark.parametrize("case", [*ATTENTION, *MLA], ids=lambda case: case.id)
+def test_gradients_are_those_of_the_reference(
+    case: SparseCase | MlaCase, of: Callable[..., Tensor]
+) -> None:
+    sample = made(case)
+    expected = gradients(sample, of, reference)
+    torch.testing.assert_close(gradients(sample, of), expected, rtol=1e-9, atol=1e-9)
+    rounded = gradients(made(case, torch.bfloat16), of)
+    for x, y in zip(rounded, gradients(made(case, torch.bfloat16).double(), of), strict=True):
+        assert (x - y).norm() <= 0.02 * y.norm()
+
+
+@pytest.mark.parametrize("case", [ATTENTION[0], MLA[0]], ids=lambda case: case.id)
+def test_compiled(case: SparseCase | MlaCase) -> None:
+    sample = made(case)
+    names = differentiable_names(sample)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return both(sample.replace(**dict(zip(names, tensors, strict=True))).call(torch.ops.ascend))
+
+    leaves = [sample.tensors[name].detach().clone().requires_grad_() for name in names]
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = torch.autograd.grad(compiled(*leaves), leaves)
+    torch.testing.assert_close(found, gradients(sample, both), rtol=0, atol=0)
+
+
+def test_shapes_on_meta() -> None:
+    sample = made(MLA[1]).to("meta")
+    given = gradients(sample, both)
+    names = differentiable_names(sample)
+    assert [x.shape for x in given] == [sample.tensors[name].shape for name in names]
+    out, lse = sample.call(torch.ops.ascend)
+    call = sample.of_gradient(d_out=out, out=out, softmax_lse=lse).given(d_softmax_lse=lse[..., 1:])
+    with pytest.raises(ValueError, match=r"sparse_flash_mla_grad: d_softmax_lse: expected shape"):
+        call.call(torch.ops.ascend)
+
+
+def mla(query: Tensor, kv: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    return ops.sparse_flash_mla(query, kv, scale_value=0.3, sink=sink, ori_mask_mode=0)
+
+
+def attention(query: Tensor, kv: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    indices = torch.arange(kv.shape[1], dtype=torch.int32)
+    out, *statistics = ops.sparse_flash_attention(
+        query, kv, kv, indices.expand(1, query.shape[1], 1, -1), scale_value=0.3, sparse_mode=0
+    )
+    return out, ops.log_sum_exp(*statistics)
+
+
+@pytest.mark.parametrize("attend", [mla, attention])
+def test_merged_parts_have_the_gradients_of_the_whole(attend: Callable[..., Any]) -> None:
+    query, kv, sink, d_out = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((1, 6, 4, 8), (1, 9, 1, 8), (4,), (1, 6, 4, 8))
+    )
+    leaves = [query, kv, sink] if attend is mla else [query, kv]
+    parts = [attend(query, kv[:, :4], sink), attend(query, kv[:, 4:], None)]
+    outs, lses = zip(*((out.flatten(0, 2), lse.flatten()) for out, lse in parts), strict=True)
+    merged, merged_lse = ops.attention_update(lses, outs)
+    out, lse = attend(query, kv, sink)
+    torch.testing.assert_close(merged.view_as(out), out)
+    torch.testing.assert_close(merged_lse.view_as(lse), lse)
+    torch.testing.assert_close(
+        torch.autograd.grad(merged, leaves, d_out.view_as(merged)),
+        torch.autograd.grad(out, leaves, d_out),
+    )
+
+
+# Dense attention.
+
+B, N, NK, SQ, SKV, D, DR = 2, 2, 1, 3, 2, 2, 1
+DENSE_PACK = {"actual_seq_lengths_query": [2, 6], "actual_seq_lengths_key": [3, 4]}
+PADDED = {"actual_seq_lengths_query": [3, 1], "actual_seq_lengths_key": [1, 2]}
+EXTRAS = {"plain": {}, "causal": {"sparse_mode": 3}, "band": {"sparse_mode": 4, "pre_tokens": 1}}
+
+
+def leaves(layout: str, ropes: bool, sink: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (to_layout(x, layout) if len(shape) == 4 else x).requires_grad_()
+
+    made = {"query": leaf(B, N, SQ, D), "key": leaf(B, NK, SKV, D), "value": leaf(B, NK, SKV, D)}
+    if ropes:
+        made |= {"query_rope": leaf(B, N, SQ, DR), "key_rope": leaf(B, NK, SKV, DR)}
+    return made | ({"sink": leaf(N)} if sink else {})
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize(("ropes", "sink"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("layout", "lengths"), [("BNSD", {}), ("BSH", PADDED), ("SBH", PADDED), ("TND", DENSE_PACK)]
+)
+def test_gradcheck(
+    layout: str, lengths: dict[str, Any], ropes: bool, sink: bool, extras: str
+) -> None:
+    """GQA, and rows without keys."""
+    given = leaves(layout, ropes, sink)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, maximum, total = ops.flash_attention_score(
+            **dict(zip(given, tensors, strict=True)), num_heads=N, layout=layout, **lengths,
+            **EXTRAS[extras],
+        )  # fmt: skip
+        lse = ops.log_sum_exp(maximum, total)[..., 0]
+        return out, lse.masked_fill(lse.isinf(), 0)
+
+    assert torch.autograd.gradcheck(function, list(given.values()))
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("parts", [(4, 5), (0, 9), (3, 3, 3)], ids=str)
+def test_parts_of_the_keys_merge(parts: tuple[int, ...], key_heads: int) -> None:
+    given = [x.requires_grad_() for x in qkv(6, 9, key_heads)]
+    query, key, value = given
+    outs, lses = [], []
+    for k, v in zip(key.split(parts, 2), value.split(parts, 2), strict=True):
+        out, maximum, total = ops.flash_attention_score(query, k, v, layout="BNSD")
+        outs.append(out.flatten(0, 2))
+        lses.append(ops.log_sum_exp(maximum, total)[..., 0].flatten())
+    merged, _ = ops.attention_update(lses, outs)
+    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(merged.view_as(expected), expected)
+    d_out = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(merged, given, d_out.view_as(merged)),
+        torch.autograd.grad(expected, given, d_out),
+    )
+
+
+# The log-sum-exp itself, and packs.
 
 FLT_MAX = torch.finfo(torch.float32).max
 

@@ -36,7 +36,7 @@ FIRST = {
     "simulation/": "",
     "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
-    "flash_attention_score forms_of_arguments threads autocast limits_of_threads out_forms "
+    "flash_attention_score forms_of_arguments threads autocast limits out_forms "
     "cache_layouts memory_and_sizes verdicts",
     "/distributed/": "dense_context_parallel agreement sparse_context_parallel communication "
     "dtensor training",
@@ -53,7 +53,7 @@ FIRST = {
     "masks.py": "errors_python flash_attention_score prompt_flash_attention",
     "modules.py": "modules errors_python",
     "quantization.py": "quantize_attention",
-    "training.py": "checkpointing attach_loss errors_python",
+    "training.py": "training_helpers errors_python",
 }
 # pytest and its tests, by what the path of a mutated file begins with. The tests that are left out
 # test the checkout itself, or run programs whose parts other tests run.

@@ -165,7 +165,7 @@ def test_what_carries_no_gradient(recipe: Recipe) -> None:
     sample = recipe.make(torch.float32)
     leaf = sample.requires_grad(differentiable_names(sample))
     outputs = leaf.call(torch.ops.ascend)
-    # test_gradients_of_statistics.py has the gradients through statistics.
+    # tests/test_statistics.py has the gradients through statistics.
     carrying = (*gradient_of(sample).outputs, "softmax_sum", "softmax_lse")
     carries = [name in carrying for name in recipe.operator.output_names]
     assert [x.requires_grad for x in outputs] == carries
