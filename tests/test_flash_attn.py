@@ -5,11 +5,12 @@ Exact where the numbers may be: in float64, of which the operators' CPU kernels 
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
+from ascend_attn_ops import flash_attn, flash_attn_interface
 from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
 from support.attention import attention
 from support.flash_attention_in_torch import (
@@ -24,7 +25,7 @@ from torch import Tensor
 
 no_limits = pytest.mark.usefixtures("no_limits")
 
-B, N, D = 2, 4, 24
+B, N, NK, D = 2, 4, 2, 24
 MASKS: list[dict[str, Any]] = [
     {}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (5, 0)},
     {"window_size": (0, 0)}, {"window_size": (-1, 4)}, {"window_size": (2, -1)},
@@ -35,6 +36,10 @@ SIZES = [(12, 12), (7, 13), (13, 5), (1, 33), (33, 1)]
 each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
 each_size = pytest.mark.parametrize(("sq", "skv"), SIZES)
 each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
+# FlashAttention-3's functions too; vLLM's name of a sink, and FlashAttention-4's.
+MODULES = flash_attn, flash_attn_interface
+SINKS = [(flash_attn, None), *product(MODULES, ("s_aux", "learnable_sink"))]
+each_sink = pytest.mark.parametrize(("module", "name"), SINKS)
 
 
 def qkv(
@@ -55,6 +60,14 @@ def packed(
     return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
 
 
+def with_sink(tensors: list[Tensor], name: str | None) -> dict[str | None, Tensor]:
+    """Adds a sink to the tensors: an argument of this name."""
+    if name is None:
+        return {}
+    tensors.append(torch.linspace(-1, 2, N, dtype=torch.float64).requires_grad_())
+    return {name: tensors[-1]}
+
+
 def slopes_of(rows: tuple[int, ...]) -> Tensor:
     return torch.rand(*rows, N, generator=torch.Generator().manual_seed(1)) / 2 + 0.05
 
@@ -69,17 +82,28 @@ def assert_within_the_specification(
     assert ((out.double() - exact).abs() <= c * summed + ulp / 2).all()
 
 
+def assert_as_stated(
+    actual: tuple[Tensor, ...], expected: tuple[Tensor, Tensor], tensors: list[Tensor]
+) -> None:
+    torch.testing.assert_close(actual[1], expected[1])
+    assert_gradients(actual[0], expected[0], tensors)
+    assert not any(x.numel() for x in actual[2:])  # probabilities
+
+
 @no_limits
 @each_group
 @each_size
 @each_mask
-def test_masks_sizes_and_gradients(mask: dict[str, Any], sq: int, skv: int, key_heads: int) -> None:
+@each_sink
+def test_masks_sizes_and_gradients(
+    module: Any, name: str | None, mask: dict[str, Any], sq: int, skv: int, key_heads: int
+) -> None:
+    """Queries before the first key of the diagonal see the sink alone."""
     tensors = [x.requires_grad_() for x in qkv(sq, skv, key_heads)]
-    out, lse, probabilities = flash_attn_func(*tensors, **mask, return_attn_probs=True)
-    expected, expected_lse = attend(*tensors, **mask)
-    assert_gradients(out, expected, tensors)
-    torch.testing.assert_close(lse, expected_lse)
-    assert probabilities.numel() == 0
+    sinks = with_sink(tensors, name)
+    q, k, v = tensors[:3]
+    actual = module.flash_attn_func(q, k, v, **mask, return_attn_probs=True, **sinks)
+    assert_as_stated(actual, attend(q, k, v, **mask, s_aux=sinks.get(name)), tensors)
 
 
 def test_causal_is_aligned_to_the_bottom_right() -> None:
@@ -147,16 +171,19 @@ each_pack = pytest.mark.parametrize(("cu_q", "cu_k"), PACKS, ids=str)
 @pytest.mark.parametrize("behind", [0, 3])
 @each_pack
 @each_mask
+@each_sink
 def test_packed_sequences(
-    mask: dict[str, Any], cu_q: list[int], cu_k: list[int], behind: int
-) -> None:
+    module: Any, name: str | None, mask: dict[str, Any], cu_q: list[int], cu_k: list[int],
+    behind: int,
+) -> None:  # fmt: skip
     tensors = [x.requires_grad_() for x in packed(cu_q, cu_k, 2, behind=behind)]
-    out, lse, _ = flash_attn_varlen_func(
-        *tensors, cu(cu_q), cu(cu_k), 30, 40, **mask, return_attn_probs=True
+    sinks = with_sink(tensors, name)
+    q, k, v = tensors[:3]
+    actual = module.flash_attn_varlen_func(
+        q, k, v, cu(cu_q), cu(cu_k), 30, 40, **mask, return_attn_probs=True, **sinks
     )
-    expected, expected_lse = attend_packed(*tensors, cu_q, cu_k, **mask)
-    torch.testing.assert_close(lse, expected_lse)
-    assert_gradients(out, expected, tensors)
+    expected = attend_packed(q, k, v, cu_q, cu_k, **mask, s_aux=sinks.get(name))
+    assert_as_stated(actual, expected, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -276,3 +303,76 @@ def test_compiles() -> None:
             out = with_tensors(*call, causal=True, out=written)
             assert out.data_ptr() == written.data_ptr()
             assert torch.equal(out, flash_attn_varlen_func(*call, causal=True))
+
+
+# Sinks alone.
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@no_limits
+def test_rows_without_keys() -> None:
+    """The log-sum-exp of a row is its sink; rows behind the last sequence belong to none."""
+    q, k, sink = randn(6, N, D), randn(3, NK, D), randn(N)
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, k, cu([0, 4, 4]), cu([0, 0, 3]), 4, 3, s_aux=sink, return_attn_probs=True
+    )
+    assert not out.any()
+    assert torch.equal(lse[:, :4], sink[:, None].expand(N, 4))
+    assert (lse[:, 4:] == torch.inf).all()
+    no_keys = k[None, :0]
+    for own in (sink, torch.full((N,), -torch.inf)):
+        out, lse, _ = flash_attn_func(q[None], no_keys, no_keys, s_aux=own, return_attn_probs=True)
+        expected = torch.where(own == -torch.inf, torch.inf, own.double())
+        assert not out.any()
+        assert torch.equal(lse[0], expected[:, None].expand(N, 6))
+
+
+@no_limits
+def test_slopes_beside_a_sink() -> None:
+    tensors = [x.requires_grad_() for x in (*qkv(7, 13, NK), randn(N))]
+    q, k, v, sink = tensors
+    slopes = torch.rand(N) + 0.1
+    for mask in ({}, {"causal": True}):
+        actual = flash_attn_func(
+            q, k, v, **mask, alibi_slopes=slopes, s_aux=sink, return_attn_probs=True
+        )
+        expected = attend(q, k, v, **mask, alibi_slopes=slopes, s_aux=sink)
+        assert_as_stated(actual, expected, tensors)
+
+
+@no_limits
+def test_slopes_of_packs_that_would_move_the_scores_against_the_sink() -> None:
+    q, k, sink = randn(13, N, D), randn(40, NK, D), randn(N)
+    call = (q, k, k, cu(PACKS[1][0]), cu(PACKS[1][1]), 7, 28)
+    options = {"causal": True, "alibi_slopes": torch.rand(N) + 0.1}
+    assert flash_attn_varlen_func(*call, **options).shape == q.shape
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes: expected beside a sink one seq"):
+        flash_attn_varlen_func(*call, **options, s_aux=sink)
+
+
+@no_limits
+def test_half_precision_and_autocast() -> None:
+    """The sink is not rounded to the dtype of the others."""
+    q, k, v = (randn(B, 9, n, D, seed=n).bfloat16() for n in (N, NK, NK))
+    sink = torch.full((N,), 1.00390625 + 2**-20)
+    out = flash_attn_func(q, k, v, s_aux=sink)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = flash_attn_func(q.float(), k.float(), v.float(), learnable_sink=sink)
+    assert torch.equal(again, out)
+    half = sink.bfloat16().requires_grad_()
+    (gradient,) = torch.autograd.grad(flash_attn_func(q, k, v, s_aux=half).float().sum(), half)
+    assert gradient.dtype == torch.bfloat16
+
+
+@no_limits
+def test_a_cache_gives_no_gradient_to_a_sink() -> None:
+    sink = torch.zeros(N, requires_grad=True)
+    q, cache = randn(B, 1, N, D), randn(B, 8, NK, D)
+    with pytest.raises(NotImplementedError, match=r"s_aux: expected no gradient .*torch\.no_grad"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, s_aux=sink)
+    with torch.no_grad():
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, s_aux=sink)

@@ -64,11 +64,16 @@ LENGTHS = cu(CU_Q), cu(CU_K), 7, 28
 
 @pytest.mark.parametrize("behind", [0, 2])
 @pytest.mark.parametrize("bounds", [(-1, -1), (-1, 0), (3, 0), (4, 2), (2, -1), (0, 0)], ids=str)
+@pytest.mark.parametrize("key_heads", [N, 2])
 def test_forward_and_backward(
-    varlen_attn: Callable[..., Any], bounds: tuple[int, int], behind: int
+    varlen_attn: Callable[..., Any], key_heads: int, bounds: tuple[int, int], behind: int
 ) -> None:
-    leaves = [x.requires_grad_() for x in tensors(behind=behind)]
-    out = varlen_attn(*leaves, *LENGTHS, **window(*bounds))
+    options = window(*bounds)
+    if key_heads < N:
+        needs("enable_gqa")
+        options["enable_gqa"] = True
+    leaves = [x.requires_grad_() for x in tensors(key_heads, behind)]
+    out = varlen_attn(*leaves, *LENGTHS, **options)
     expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=bounds)
     # The statistics for the backward are float32.
     assert_gradients(out, expected, leaves, tolerance=1e-5)
@@ -92,14 +97,6 @@ def test_autocast_leaves_it_alone(varlen_attn: Callable[..., Any]) -> None:
     assert torch.equal(out, expected)
     out.sum().backward()
     assert all(x.grad is not None and x.grad.any() for x in leaves)
-
-
-def test_grouped_heads(varlen_attn: Callable[..., Any]) -> None:
-    needs("enable_gqa")
-    leaves = [x.requires_grad_() for x in tensors(key_heads=2)]
-    out = varlen_attn(*leaves, *LENGTHS, enable_gqa=True, window_size=(-1, 0))
-    expected, _ = attend_packed(*leaves, CU_Q, CU_K, causal=True)
-    assert_gradients(out, expected, leaves, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("behind", [0, 2])
