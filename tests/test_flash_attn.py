@@ -158,12 +158,9 @@ def test_dropout_takes_weights_away() -> None:
 
 # Sequences: empty ones, more keys than queries, and the reverse.
 PACKS = [
-    ([0, 5, 12], [0, 5, 12]),
-    ([0, 5, 5, 12, 13], [0, 9, 12, 12, 40]),
-    ([0, 30], [0, 3]),
-    ([0, 0, 7], [0, 4, 11]),
-    ([0, 0], [0, 0]),
-]
+    ([0, 5, 12], [0, 5, 12]), ([0, 5, 5, 12, 13], [0, 9, 12, 12, 40]), ([0, 30], [0, 3]),
+    ([0, 0, 7], [0, 4, 11]), ([0, 0], [0, 0]),
+]  # fmt: skip
 each_pack = pytest.mark.parametrize(("cu_q", "cu_k"), PACKS, ids=str)
 
 

@@ -43,10 +43,8 @@ def kvcache() -> dict[str, Any]:
 
 
 FUNCTIONS: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
-    flash_attn_func: func,
-    flash_attn_varlen_func: varlen,
-    flash_attn_with_kvcache: kvcache,
-}
+    flash_attn_func: func, flash_attn_varlen_func: varlen, flash_attn_with_kvcache: kvcache,
+}  # fmt: skip
 
 # Errors of all three functions.
 COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [

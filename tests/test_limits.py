@@ -54,13 +54,10 @@ def test_wrong_texts(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "device"),
     [
-        ("A3:9.0", Device("A3", "9.0")),
-        ("950", Device("950", NEWEST)),
-        ("310P", Device("310P", NEWEST)),
-        ("none", None),
-        ("", Device("A2", NEWEST)),
+        ("A3:9.0", Device("A3", "9.0")), ("950", Device("950", NEWEST)),
+        ("310P", Device("310P", NEWEST)), ("none", None), ("", Device("A2", NEWEST)),
     ],
-)
+)  # fmt: skip
 def test_the_environment_sets_the_default(text: str, device: Device | None) -> None:
     code = "from ascend_attn_ops.device_limits import device_in_force as device; print(device())"
     result = fresh.run(code, ASCEND_ATTN_OPS_LIMITS=text)

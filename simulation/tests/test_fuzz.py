@@ -22,15 +22,12 @@ DTYPES = [
 
 # How a tensor lies in its memory.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -1),
-    "every second": lambda x: x[..., ::2],
-    "behind others": lambda x: x[1:],
-    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
-    "without elements": lambda x: x[:0],
+    "contiguous": lambda x: x, "transposed": lambda x: x.transpose(0, -1),
+    "every second": lambda x: x[..., ::2], "behind others": lambda x: x[1:],
+    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]), "without elements": lambda x: x[:0],
     "one element": lambda x: x.flatten()[1],
     "diagonal": lambda x: x.diagonal(dim1=0, dim2=-1) if x.dim() > 1 else x[::3],
-}
+}  # fmt: skip
 
 UNARY = [
     "abs", "neg", "exp", "tanh", "sigmoid", "sqrt", "sign", "floor", "round", "sin", "erf", "relu",

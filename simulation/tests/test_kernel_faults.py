@@ -45,13 +45,10 @@ def sparse(rows: list[list[int]], keys: int) -> dict[str, Tensor]:
     """A call of one sequence whose sparse_mode is 0, so that every query sees all keys."""
     key = normal(1, keys, 1, D)
     return {
-        "query": normal(1, len(rows), HEADS, D),
-        "key": key,
-        "value": key,
+        "query": normal(1, len(rows), HEADS, D), "key": key, "value": key,
         "sparse_indices": integers(*rows)[None, :, None],
-        "query_rope": normal(1, len(rows), HEADS, ROPE),
-        "key_rope": normal(1, keys, 1, ROPE),
-    }
+        "query_rope": normal(1, len(rows), HEADS, ROPE), "key_rope": normal(1, keys, 1, ROPE),
+    }  # fmt: skip
 
 
 def forward(x: dict[str, Tensor], block: int = 1, **options: Any) -> tuple[Tensor, ...]:
@@ -139,11 +136,9 @@ def test_lengths_of_a_padded_gradient() -> None:
 def indexer(queries: list[int], keys: list[int]) -> dict[str, Any]:
     ends = [integers(*torch.tensor(x).cumsum(0).tolist()) for x in (queries, keys)]
     return {
-        "query": normal(sum(queries), 64, 128),
-        "key": normal(max(sum(keys), 1), 1, 128),
-        "weights": normal(sum(queries), 64),
-        "ends": ends,
-    }
+        "query": normal(sum(queries), 64, 128), "key": normal(max(sum(keys), 1), 1, 128),
+        "weights": normal(sum(queries), 64), "ends": ends,
+    }  # fmt: skip
 
 
 def select(x: dict[str, Any]) -> None:

@@ -27,12 +27,9 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     simulation = cann_simulator.environment().keys()
     environment = {name: x for name, x in os.environ.items() if name not in simulation}
     return subprocess.run(
-        [sys.executable, *arguments],
-        env={**environment, "PYTHONPATH": PACKAGES, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, *arguments], env={**environment, "PYTHONPATH": PACKAGES, **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:

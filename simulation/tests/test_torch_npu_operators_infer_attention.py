@@ -26,15 +26,13 @@ SOME = values(B, 1, SQ, SKV, seed=9) > 1
 # From the arguments of npu_fused_infer_attention_score.
 NAMES: dict[str, dict[str, str]] = {
     f"{FUSED}_v2": {
-        "num_heads": "num_query_heads",
-        "scale": "softmax_scale",
-        "actual_seq_lengths": "actual_seq_qlen",
-        "actual_seq_lengths_kv": "actual_seq_kvlen",
+        "num_heads": "num_query_heads", "scale": "softmax_scale",
+        "actual_seq_lengths": "actual_seq_qlen", "actual_seq_lengths_kv": "actual_seq_kvlen",
         "softmax_lse_flag": "return_softmax_lse",
     },
     PROMPT: {"scale": "scale_value"},
     INCREMENTAL: {"scale": "scale_value", "actual_seq_lengths_kv": "actual_seq_lengths"},
-}
+}  # fmt: skip
 
 
 def dense(dtype: torch.dtype = torch.float16, sq: int = SQ) -> list[Tensor]:

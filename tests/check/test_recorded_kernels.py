@@ -66,13 +66,11 @@ OF_NAN = [Distance("softmax_max", 0.0, 0.0), Distance("out", float("nan"), float
 @pytest.mark.parametrize(
     ("recording", "cpu", "finding"),
     [
-        (NEAR, NEAR, None),
-        (FAR, NEAR, "about the recording or the device"),
-        (NEAR, FAR, "about the CPU operator"),
-        (FAR, FAR, "about the device"),
+        (NEAR, NEAR, None), (FAR, NEAR, "about the recording or the device"),
+        (NEAR, FAR, "about the CPU operator"), (FAR, FAR, "about the device"),
         (OF_NAN, OF_NAN, "about the device"),
     ],
-)
+)  # fmt: skip
 def test_what_two_columns_say(
     recording: list[Distance], cpu: list[Distance], finding: str | None
 ) -> None:

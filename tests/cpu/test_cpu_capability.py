@@ -55,11 +55,9 @@ def assert_products(dtype: torch.dtype, heads: int, size: int, keys: int) -> Non
     d_out = small_integers(1, tokens, heads, size, dtype=dtype)
     indices = torch.stack([torch.randperm(keys + 3)[:keys] for _ in range(tokens)])
     inputs = {
-        "query": query,
-        "key": key,
-        "value": value,
+        "query": query, "key": key, "value": value,
         "sparse_indices": indices.to(torch.int32).view(1, tokens, 1, keys),
-    }
+    }  # fmt: skip
     where = f"{heads} heads of {size}, {keys} keys, {dtype}"
     options = {"scale_value": 0.25 * size**-0.5, "sparse_mode": 0}
     forward = Sample("sparse_flash_attention", where, inputs, options)

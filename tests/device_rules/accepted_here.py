@@ -56,10 +56,8 @@ ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
         ),
     },
     "sparse_flash_attention": {
-        "indices without the axis of heads": without_heads,
-        "lengths of int64": of_int64,
-        "calls without ropes": without_ropes,
-        "statistics of paged keys": statistics_of_pages,
+        "indices without the axis of heads": without_heads, "lengths of int64": of_int64,
+        "calls without ropes": without_ropes, "statistics of paged keys": statistics_of_pages,
     },
     "sparse_flash_attention_grad": {
         "indices without the axis of heads": without_heads,
@@ -70,4 +68,4 @@ ACCEPTED_HERE: dict[str, dict[str, Callable[[ParameterSet], bool]]] = {
         "indices and lengths of int64": of_int64,
     },
     "scatter_pa_kv_cache": {"key without value": lambda x: "value" not in x.arguments},
-}
+}  # fmt: skip

@@ -18,16 +18,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
 # For each operator: the verdicts that agree with this library, and the parameter sets that only
 # this library accepts, as `python -m device_rules` prints them.
 COUNTS = {
-    "flash_attention_score": (6693, 8),
-    "flash_attention_score_grad": (7046, 5),
-    "lightning_indexer": (7263, 41),
-    "lightning_indexer_grad": (6073, 78),
-    "prompt_flash_attention": (5942, 24),
-    "scatter_pa_kv_cache": (9155, 30),
-    "sparse_flash_attention": (7346, 95),
-    "sparse_flash_attention_grad": (6069, 38),
+    "flash_attention_score": (6693, 8), "flash_attention_score_grad": (7046, 5),
+    "lightning_indexer": (7263, 41), "lightning_indexer_grad": (6073, 78),
+    "prompt_flash_attention": (5942, 24), "scatter_pa_kv_cache": (9155, 30),
+    "sparse_flash_attention": (7346, 95), "sparse_flash_attention_grad": (6069, 38),
     "sparse_lightning_indexer_grad_kl_loss": (6935, 467),
-}
+}  # fmt: skip
 
 
 @functools.cache

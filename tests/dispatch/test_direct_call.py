@@ -122,19 +122,17 @@ def test_every_wrong_type_is_left_to_torch_ops(operator: Operator) -> None:
     arguments = values(operator.small_sample())
     types = [str(a.type) for a in operator.overload._schema.arguments]
     wrong: dict[str, list[Any]] = {
-        "Tensor": [None, 1, "a", np.zeros(3)],
-        "Optional[Tensor]": [1, "a", np.zeros(3)],
+        "Tensor": [None, 1, "a", np.zeros(3)], "Optional[Tensor]": [1, "a", np.zeros(3)],
         "List[Tensor]": [None, 1, "a", [None], [1], torch.ones(2)],
         "int": [None, 1.0, True, "1", np.int64(1), 2**63, -(2**63) - 1],
         "Optional[int]": [1.0, True, "1", np.int64(1), 2**63],
         "float": [None, 1, True, "1.0", np.float64(1.0)],
         "Optional[float]": [1, True, "1.0", np.float64(1.0)],
-        "bool": [None, 0, 1, "True", np.True_],
-        "str": [None, b"Norm", 1, "\ud800"],
+        "bool": [None, 0, 1, "True", np.True_], "str": [None, b"Norm", 1, "\ud800"],
         "Optional[str]": [b"TND", 1, "\ud800"],
         "List[int]": [None, 1, [1.0, 1.0], [True, True], "11", [2**63, 1]],
         "Optional[List[int]]": [1, [1.0], [None], torch.ones(1, dtype=torch.int64), "1"],
-    }
+    }  # fmt: skip
     for position, name in enumerate(types):
         for value in wrong[name]:
             changed = [*arguments[:position], value, *arguments[position + 1 :]]

@@ -81,11 +81,9 @@ def of_one_process(lengths: list[int]) -> Functions:
 
     both = "ori_kv", "cmp_kv"
     return Functions(
-        partial(ops.compress_keys, actual_seq_lengths=ends),
-        packed(ops.lightning_indexer, "key"),
-        packed(ops.sparse_flash_mla, *both),
-        packed(ops.sparse_flash_mla_with_indexer_loss, *both),
-    )
+        partial(ops.compress_keys, actual_seq_lengths=ends), packed(ops.lightning_indexer, "key"),
+        packed(ops.sparse_flash_mla, *both), packed(ops.sparse_flash_mla_with_indexer_loss, *both),
+    )  # fmt: skip
 
 
 def of_a_rank(shards: SequenceShards, layout: str = "TND", **options: Any) -> Functions:

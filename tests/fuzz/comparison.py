@@ -100,18 +100,13 @@ def _for_reference(operator: Operator, arguments: dict[str, Any]) -> Sample | No
         given["atten_mask"] = compressed_mask(mode, torch.device("cpu"))
     inputs = {x.name for x in operator.overload._schema.arguments if not x.kwarg_only}
     return Sample(
-        operator.name,
-        "changed",
-        {name: x for name, x in given.items() if name in inputs},
+        operator.name, "changed", {name: x for name, x in given.items() if name in inputs},
         {name: x for name, x in given.items() if name not in inputs},
-    )
+    )  # fmt: skip
 
 
 def check_against_reference(
-    operator: Operator,
-    arguments: dict[str, Any],
-    outcome: Outcome,
-    written: dict[str, Any] | None,
+    operator: Operator, arguments: dict[str, Any], outcome: Outcome, written: dict[str, Any] | None
 ) -> bool:
     """`written`: the arguments after a call in place. Returns whether the reference was asked."""
     if written is None and not _plain(arguments):

@@ -39,13 +39,11 @@ def infer(random: Random, dtype: torch.dtype) -> Sample:
 
 
 CAST: dict[str, Build] = {
-    "flash_attention_score": valid_autograd.flash,
-    "fused_infer_attention_score": infer,
-    "lightning_indexer": valid_autograd.indexer,
-    "prompt_flash_attention": prompt,
+    "flash_attention_score": valid_autograd.flash, "fused_infer_attention_score": infer,
+    "lightning_indexer": valid_autograd.indexer, "prompt_flash_attention": prompt,
     "sparse_flash_attention": valid_autograd.sparse,
     "sparse_lightning_indexer_grad_kl_loss": valid_autograd.loss,
-}
+}  # fmt: skip
 ALL: dict[str, Build] = {**CAST, "attention_update": update_call}
 
 

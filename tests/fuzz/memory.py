@@ -62,12 +62,8 @@ def _shifted(x: Tensor, random: Random) -> Tensor:
 
 
 _PLACES: tuple[Callable[[Tensor, Random], Tensor], ...] = (
-    lambda x, random: x.clone(),
-    permuted,
-    _narrowed,
-    _spaced,
-    _shifted,
-)
+    lambda x, random: x.clone(), permuted, _narrowed, _spaced, _shifted,
+)  # fmt: skip
 
 
 def _rubbish(shape: list[int], x: Tensor) -> Tensor:

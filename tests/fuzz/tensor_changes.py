@@ -70,18 +70,13 @@ def _requires_grad(r: Random, x: Tensor) -> Tensor:
 
 # The same elements in another form.
 SAME: dict[str, Change] = {
-    "gaps": _with_gaps,
-    "transposed": lambda r, x: permuted(x, r),
-    "offset": _with_offset,
-    "rows apart": _in_rows_apart,
-    "inference": _inference,
-    "negative view": _negative,
-    "requires grad": _requires_grad,
-    "not a leaf": lambda r, x: _requires_grad(r, x).view_as(x),
+    "gaps": _with_gaps, "transposed": lambda r, x: permuted(x, r), "offset": _with_offset,
+    "rows apart": _in_rows_apart, "inference": _inference, "negative view": _negative,
+    "requires grad": _requires_grad, "not a leaf": lambda r, x: _requires_grad(r, x).view_as(x),
     "subclass": lambda r, x: x.as_subclass(Subclass),
     "parameter": lambda r, x: nn.Parameter(x, requires_grad=x.is_floating_point()),
     "buffer": lambda r, x: nn.Buffer(x),
-}
+}  # fmt: skip
 
 
 def _quantized(r: Random, x: Tensor) -> Tensor:
@@ -173,26 +168,15 @@ def _nested(r: Random, x: Tensor) -> Tensor:
 
 # Other elements, or none.
 OTHER: dict[str, Change] = {
-    "dtype": lambda r, x: x.to(r.choice(DTYPES)),
-    "quantized": _quantized,
-    "rank": _other_rank,
-    "size": _other_size,
-    "many": _many,
-    "expanded": _expanded,
-    "overlapping": _overlapping,
-    "freed": _freed,
-    "element": _one_element,
-    "meta": lambda r, x: x.to("meta"),
-    "sparse": _sparse,
-    "nested": _nested,
-    "mkldnn": lambda r, x: x.float().to_mkldnn(),
+    "dtype": lambda r, x: x.to(r.choice(DTYPES)), "quantized": _quantized, "rank": _other_rank,
+    "size": _other_size, "many": _many, "expanded": _expanded, "overlapping": _overlapping,
+    "freed": _freed, "element": _one_element, "meta": lambda r, x: x.to("meta"), "sparse": _sparse,
+    "nested": _nested, "mkldnn": lambda r, x: x.float().to_mkldnn(),
     "fake": lambda r, x: FakeTensorMode().from_tensor(x),
     "zeros": lambda r, x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
-    "list": lambda r, x: x.flatten()[:9].tolist(),
-    "numpy": lambda r, x: x.float().numpy(),
-    "in a list": lambda r, x: [x],
-    "size object": lambda r, x: x.shape,
-}
+    "list": lambda r, x: x.flatten()[:9].tolist(), "numpy": lambda r, x: x.float().numpy(),
+    "in a list": lambda r, x: [x], "size object": lambda r, x: x.shape,
+}  # fmt: skip
 # Drawn more often, because the rules are about these.
 USUAL = ("dtype", "rank", "size", "element", "rank", "size", "element", "size", "element")
 NAMES = [*SAME, *OTHER, *USUAL]

@@ -49,12 +49,9 @@ def long_case(random: Random) -> FuzzedFlash:
     n = random.randint(1025, 1100)
     mode = random.choice((0, 2, 3))
     fields: dict[str, Any] = {
-        "heads": random.choice(((2, 1), (1, 1))),
-        "d": (random.randint(1, 20),) * 2,
-        "pse": "rows",
-        "pse_type": random.randrange(2),
-        "seed": random.getrandbits(32),
-    }
+        "heads": random.choice(((2, 1), (1, 1))), "d": (random.randint(1, 20),) * 2, "pse": "rows",
+        "pse_type": random.randrange(2), "seed": random.getrandbits(32),
+    }  # fmt: skip
     if mode > 0 and random.random() < 0.4:
         return FuzzedFlash(layout="TND", mode=mode, lengths=((n, 0), (n, 0)), **fields)
     layout = random.choice(("BNSD", "BSND", "BSH", "SBH"))
@@ -230,14 +227,11 @@ def prompt_case(random: Random, quantized: bool = True) -> FuzzedPrompt:
     b = random.choice((0, 1, 1, 2, 2, 3))
     fields: dict[str, Any] = {
         "seed": random.getrandbits(32),
-        "layout": random.choice(("BNSD", "BSND", "BSH", "BNSD_BSND")),
-        "b": b,
-        "s": s,
-        "heads": head_counts(random),
-        "d": draw.head_size(random),
+        "layout": random.choice(("BNSD", "BSND", "BSH", "BNSD_BSND")), "b": b, "s": s,
+        "heads": head_counts(random), "d": draw.head_size(random),
         "mask_dtype": random.choice((torch.bool, torch.uint8, torch.int8)),
         "mode": random.choice((0, 0, 1, 2, 3, 4)),
-    }
+    }  # fmt: skip
     if fields["mode"] == 1 or (fields["mode"] == 0 and random.random() < 0.7):
         fields["mask"] = random.choice(("S", "BS", "1S", "B1S", "11S"))
         if random.random() < 0.3:

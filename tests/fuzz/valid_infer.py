@@ -32,17 +32,12 @@ def infer_case(random: Random) -> FuzzedInfer:
         s = 1, s[1]
     batches, packed = random.choice((0, 1, 1, 2, 2, 3)), "T" in layout.partition("_")[0]
     fields: dict[str, Any] = {
-        "seed": random.getrandbits(32),
-        "layout": layout,
-        "b": batches,
-        "s": s,
-        "heads": head_counts(random),
-        "d": draw.head_size(random),
+        "seed": random.getrandbits(32), "layout": layout, "b": batches, "s": s,
+        "heads": head_counts(random), "d": draw.head_size(random),
         "mask_dtype": random.choice((torch.bool, torch.uint8, torch.int8)),
         "mode": random.choice((0, 2, 3, 4) if packed else (0, 0, 1, 2, 3, 4)),
-        "sink": random.choice(("", "", "float32", "query")),
-        "lse": random.random() < 0.6,
-    }
+        "sink": random.choice(("", "", "float32", "query")), "lse": random.random() < 0.6,
+    }  # fmt: skip
     if random.random() < 0.3:
         fields["dv"] = draw.head_size(random)
     if random.random() < 0.3:

@@ -169,26 +169,19 @@ def mla_case(random: Random, paged: bool = False, empty: bool = False) -> Fuzzed
         each[random.randrange(count)] = (0, 0, 0, 0)
     lengths = tuple(tuple(x[side] for x in each) for side in range(3))
     fields: dict[str, Any] = {
-        "seed": random.getrandbits(32),
-        "layout": random.choice(("BSND", "TND")),
-        "kind": random.choice(("swa", "hca", "csa", "csa")),
-        "b": count,
+        "seed": random.getrandbits(32), "layout": random.choice(("BSND", "TND")),
+        "kind": random.choice(("swa", "hca", "csa", "csa")), "b": count,
         "s": tuple(max(side, default=0) + random.randint(0, 2) for side in lengths),
-        "lengths": lengths,
-        "residual": None if derived else tuple(x[3] for x in each),
+        "lengths": lengths, "residual": None if derived else tuple(x[3] for x in each),
         "ratio": ratio,
         "heads": random.choice((1, 1, 2, 3, 4, 5, 8, 16, 17, 33, 64) if not large else (1, 2, 64)),
         "d": 0 if empty and random.random() < 0.3 else draw.head_size(random),
-        "k": max(1, draw.size(random, most)),
-        "mode": random.choice((0, 3, 4, 4, 4)),
-        "cmp_mode": random.choice((0, 3, 3)),
-        "left": random.choice((-1, 0, 1, 3, 127)),
-        "right": random.choice((-1, 0, 0, 2)),
-        "sink": random.random() < 0.7,
-        "pattern": random.choice(PATTERNS),
-        "selection_heads": random.random() < 0.8,
+        "k": max(1, draw.size(random, most)), "mode": random.choice((0, 3, 4, 4, 4)),
+        "cmp_mode": random.choice((0, 3, 3)), "left": random.choice((-1, 0, 1, 3, 127)),
+        "right": random.choice((-1, 0, 0, 2)), "sink": random.random() < 0.7,
+        "pattern": random.choice(PATTERNS), "selection_heads": random.random() < 0.8,
         "lse": random.random() < 0.8,
-    }
+    }  # fmt: skip
     if paged:
         fields["page"] = random.choice((1, 2, 3, 7, 16, 16, 128))
     elif fields["layout"] == "TND":

@@ -33,13 +33,10 @@ def update_call(random: Random, dtype: torch.dtype, empty: bool = False) -> Samp
     elif empty:
         d = 0
     case = FuzzedUpdate(
-        seed=random.getrandbits(32),
-        parts=random.choice((1, 1, 2, 2, 3, 5, 17)),
-        rows=rows,
-        d=d,
+        seed=random.getrandbits(32), parts=random.choice((1, 1, 2, 2, 3, 5, 17)), rows=rows, d=d,
         without_keys=random.choice(("", "", "rows", "parts") if d else ("",)),
         offset=random.choice((0.0, 0.0, 0.0, 100.0, 1e4, -1e4)),
-    )
+    )  # fmt: skip
     sample = attention_update.build(case, dtype)
     return draw.scaled(sample, [name for name in sample.tensors if "local_out" in name], random)
 

@@ -22,12 +22,7 @@ from support.samples.wrong_call import Product
 from torch import Tensor
 
 from .case import Case, Finding
-from .comparison import (
-    check_against_reference,
-    check_gradients,
-    check_on_meta,
-    check_results,
-)
+from .comparison import check_against_reference, check_gradients, check_on_meta, check_results
 from .copies import Before, Once, as_lists, can_be_read, has_memory, tensors_in, twin
 from .outcome import (
     Outcome,

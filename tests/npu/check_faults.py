@@ -43,22 +43,19 @@ class Fault:
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
-    "one wrong": lambda x: x.view(-1)[x.numel() // 2].add_(1),
-    "scaled": lambda x: x.mul_(1.05),
+    "one wrong": lambda x: x.view(-1)[x.numel() // 2].add_(1), "scaled": lambda x: x.mul_(1.05),
     "slightly off": lambda x: x.mul_(1.001),
     "heads exchanged": lambda x: x.copy_(x.flip(1).clone()),
     "rows moved": lambda x: x.copy_(x.roll(1, -2).clone()),
     "row of NaN": lambda x: x[..., -1, :].fill_(torch.nan),
-    "row unwritten": lambda x: x[..., 0, :].zero_(),
-    "unwritten": Tensor.zero_,
+    "row unwritten": lambda x: x[..., 0, :].zero_(), "unwritten": Tensor.zero_,
     "added twice": lambda x: x[..., 0, :].mul_(2),
     "infinite": lambda x: x.view(-1)[0].fill_(torch.inf),
     "last element": lambda x: x.view(-1)[-1].fill_(0.75),
     "next key": lambda x: x.copy_(torch.where(x >= 0, x + 1, x)),
-    "key twice": lambda x: x[..., 1].copy_(x[..., 0]),
-    "no padding": lambda x: x.clamp_(min=0),
+    "key twice": lambda x: x[..., 1].copy_(x[..., 0]), "no padding": lambda x: x.clamp_(min=0),
     "ascending": lambda x: x.copy_(x.flip(-1).clone()),
-}
+}  # fmt: skip
 
 
 def tensors(**changes: str | Callable[[Tensor], object]) -> Planted:
@@ -277,9 +274,7 @@ FAULTS = [
 
 # By product and pattern of lines: why no such line passes there without the fault.
 WITHOUT_LINE = {
-    "950": {
-        "host code/*": "the known refusals of CANN's host code are those of Atlas A2 and A3",
-    },
+    "950": {"host code/*": "the known refusals of CANN's host code are those of Atlas A2 and A3"},
     "310P": {
         "numbers/attention_update-*": "the limits exclude `attention_update`",
         "behaviour/graph-lengths-*": "the limits exclude lengths of `prompt_flash_attention`",
@@ -296,10 +291,7 @@ def hang(x: Tensor) -> None:
 
 
 # In a child of its own: by the name of the fault, what the line must say, and when a probe hangs.
-FATAL = {
-    "crash": (crash, "signal SIGABRT", 30),
-    "hang": (hang, "no answer within 3 seconds", 3),
-}
+FATAL = {"crash": (crash, "signal SIGABRT", 30), "hang": (hang, "no answer within 3 seconds", 3)}
 
 
 def first(pattern: str, probes: list[Probe], context: Context) -> Probe | None:

@@ -34,17 +34,15 @@ class Fault:
 
 # None: there is no memory for outputs.
 FAULTS: dict[str, Fault | None] = {
-    "first phase": Fault(1, status=161002),
-    "second phase": Fault(2),
-    "kernel": Fault(3, status=507015),
-    "memory for outputs": None,
+    "first phase": Fault(1, status=161002), "second phase": Fault(2),
+    "kernel": Fault(3, status=507015), "memory for outputs": None,
     "memory for the workspace": Fault(0),
     "memory for the workspace, executor found": Fault(0, found=True),
     "first tensor": Fault(-1, of="aclCreateTensor"),
     "last tensor": Fault(-1, of="aclCreateTensor", last=True),
     "list of tensors": Fault(-1, of="aclCreateTensorList"),
     "list of integers": Fault(-1, of="aclCreateIntArray", last=True),
-}
+}  # fmt: skip
 
 
 def recipes_of(operator: str) -> list[Recipe]:

@@ -126,11 +126,9 @@ def test_dtypes_of_caches(dtype: torch.dtype) -> None:
 PACKS = [
     SparseCase(layout="TND", lengths=lengths, tail=tail, rope=8, absorbed=True)
     for lengths, tail in [
-        (((3, 0, 6), (5, 2, 9)), (4, 3)),
-        (((0, 0), (0, 0)), (3, 4)),
-        (((7,), (8,)), (1, 0)),
+        (((3, 0, 6), (5, 2, 9)), (4, 3)), (((0, 0), (0, 0)), (3, 4)), (((7,), (8,)), (1, 0)),
     ]
-]
+]  # fmt: skip
 
 
 @lacks("aclnnLightningIndexer")
@@ -163,16 +161,13 @@ def test_the_mask_of_all_heads_of_one_padded_pack() -> None:
 
 # Lengths of queries and keys, and those of every launch: the sequences and their lengths.
 UNEQUAL = {
-    ((3, 6), (5, 9)): [(1, 3, 5), (1, 6, 9)],
-    ((4, 4, 4), (5, 5, 5)): [(3, 4, 5)],
+    ((3, 6), (5, 9)): [(1, 3, 5), (1, 6, 9)], ((4, 4, 4), (5, 5, 5)): [(3, 4, 5)],
     ((4, 4, 4), (5, 5, 7)): [(2, 4, 5), (1, 4, 7)],
     ((4, 4, 3, 4), (4, 4, 4, 4)): [(2, 4, 4), (1, 3, 4), (1, 4, 4)],
-    ((3, 0, 6, 0), (5, 2, 9, 0)): [(1, 3, 5), (1, 6, 9)],
-    ((4, 0, 4), (4, 0, 4)): [(2, 4, 4)],
-    ((4, 0, 4), (4, 2, 4)): [(1, 4, 4), (1, 4, 4)],
-    ((0, 5, 3), (3, 0, 0)): [],
+    ((3, 0, 6, 0), (5, 2, 9, 0)): [(1, 3, 5), (1, 6, 9)], ((4, 0, 4), (4, 0, 4)): [(2, 4, 4)],
+    ((4, 0, 4), (4, 2, 4)): [(1, 4, 4), (1, 4, 4)], ((0, 5, 3), (3, 0, 0)): [],
     ((7,), (9,)): [(1, 7, 9)],
-}
+}  # fmt: skip
 
 
 def packed_gradient(lengths: Any, tail: tuple[int, int] = (2, 3)) -> Sample:

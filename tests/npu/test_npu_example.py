@@ -74,11 +74,9 @@ def test_the_examples_do_what_they_do_on_the_cpu(
     # Every step of every layer, forward and backward; the sparse ones select.
     functions = attention_functions(calls)
     assert functions.keys() == {
-        "aclnnLightningIndexer",
-        "aclnnSparseFlashAttention",
-        "aclnnSparseFlashAttentionGrad",
+        "aclnnLightningIndexer", "aclnnSparseFlashAttention", "aclnnSparseFlashAttentionGrad",
         "aclnnSparseLightningIndexerGradKLLoss",
-    }
+    }  # fmt: skip
     assert min(functions.values()) >= steps
 
     options = {

@@ -52,14 +52,11 @@ def assert_like_the_cpu(function: Any, arguments: dict[str, Any], wrt: tuple[str
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"causal": True},
-        {"window_size": (3, 1)},
-        {"alibi_slopes": torch.tensor([0.5, 0.25])},
+        {}, {"causal": True}, {"window_size": (3, 1)}, {"alibi_slopes": torch.tensor([0.5, 0.25])},
         {"causal": True, "s_aux": torch.tensor([0.5, -1.0])},
     ],
     ids=["all", "causal", "window", "alibi", "sink"],
-)
+)  # fmt: skip
 def test_dense_and_packed(options: dict[str, Any]) -> None:
     options = {**options, "return_attn_probs": True}
     dense = {"q": bf16(2, 6, 2, 16), "k": bf16(2, 9, 1, 16), "v": bf16(2, 9, 1, 16)}

@@ -79,14 +79,11 @@ def test_bits_are_those_of_the_cpu(case: InferCase) -> None:
 @pytest.mark.parametrize(
     ("case", "given", "asked"),
     [
-        (InferCase(), 1, 1),
-        (InferCase(mask="BS"), 0, 2),
-        (InferCase(mask="BS"), 1, 3),
-        (InferCase(mask="BS", sink="query"), 0, 0),
-        (InferCase(mode=3), 0, 0),
+        (InferCase(), 1, 1), (InferCase(mask="BS"), 0, 2), (InferCase(mask="BS"), 1, 3),
+        (InferCase(mask="BS", sink="query"), 0, 0), (InferCase(mode=3), 0, 0),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rows_that_a_mask_masks_whole_are_corrected(
     case: InferCase, given: int, asked: int
 ) -> None:

@@ -15,10 +15,7 @@ from support.simulated_npu import captured, run_in_new_process
 from test_npu_graphs import capture, dense, packed, poison, same_bytes
 from torch import Tensor
 
-pytestmark = [
-    captured,
-    pytest.mark.usefixtures("no_limits"),
-]
+pytestmark = [captured, pytest.mark.usefixtures("no_limits")]
 
 QUERY, KEY = "actual_seq_lengths_query", "actual_seq_lengths_key"
 

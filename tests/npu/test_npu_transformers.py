@@ -53,27 +53,20 @@ def trained(name: str, device: str, arguments: dict[str, Any]) -> Any:
     result.loss.backward()
     losses = getattr(model, "indexer_losses", dict)()
     found = [
-        result.logits.detach(),
-        result.loss.detach(),
-        *losses.values(),
+        result.logits.detach(), result.loss.detach(), *losses.values(),
         *(x.grad for x in model.parameters()),
-    ]
+    ]  # fmt: skip
     return [x.cpu() for x in found if x is not None]
 
 
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        ("DeepSeek-V3.2", "plain"),
-        ("DeepSeek-V3.2", "left padding"),
-        ("GLM-MoE-DSA", "packed"),
-        ("Llama", "packed"),
-        ("Mistral", "left padding"),
-        ("GptOss", "plain"),
-        ("GptOss", "left padding"),
-        ("GptOss", "packed"),
+        ("DeepSeek-V3.2", "plain"), ("DeepSeek-V3.2", "left padding"), ("GLM-MoE-DSA", "packed"),
+        ("Llama", "packed"), ("Mistral", "left padding"), ("GptOss", "plain"),
+        ("GptOss", "left padding"), ("GptOss", "packed"),
     ],
-)
+)  # fmt: skip
 def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
     expected = trained(name, "cpu", BATCHES[batch])
     with cann_simulator.recorded_calls() as calls:
@@ -93,15 +86,11 @@ def test_training_step_is_that_of_the_cpu(name: str, batch: str) -> None:
 @pytest.mark.parametrize(
     ("name", "cache", "padded"),
     [
-        ("DeepSeek-V3.2", "static", False),
-        ("DeepSeek-V3.2", "dynamic", True),
-        ("GLM-MoE-DSA", "dynamic", True),
-        ("Llama", "static", True),
-        ("Mistral", "dynamic", True),
-        ("GptOss", "static", True),
-        ("GptOss", "dynamic", False),
+        ("DeepSeek-V3.2", "static", False), ("DeepSeek-V3.2", "dynamic", True),
+        ("GLM-MoE-DSA", "dynamic", True), ("Llama", "static", True), ("Mistral", "dynamic", True),
+        ("GptOss", "static", True), ("GptOss", "dynamic", False),
     ],
-)
+)  # fmt: skip
 def test_generated_text_is_that_of_the_cpu(name: str, cache: str, padded: bool) -> None:
     mask = padding("left")["attention_mask"] if padded else torch.ones(2, 40, dtype=torch.long)
     options = {

@@ -453,14 +453,12 @@ def test_positions_of_the_indexer_broadcast() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("a\nb", r"'a\nb'"),
-        ("a" * 10_000, "'" + "a" * 99 + "..."),
+        ("a\nb", r"'a\nb'"), ("a" * 10_000, "'" + "a" * 99 + "..."),
         (np.zeros((2, 2)), "array([[0., 0.], [0., 0.]])"),
-        (torch.zeros(2, 3), "a tensor of float32 [2, 3]"),
-        (None, "None"),
+        (torch.zeros(2, 3), "a tensor of float32 [2, 3]"), (None, "None"),
     ],
     ids=["lines", "long", "array", "tensor", "none"],
-)
+)  # fmt: skip
 def test_values_are_shown_on_one_short_line(value: object, text: str) -> None:
     assert shown(value) == text
 

@@ -313,10 +313,8 @@ def test_mask_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     options = ["mask", "--mode", "4", "--sq", "3", "--skv", "4", "--pre", "1", "--next", "0"]
     assert main(options) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        " 0 ■ ■ · ·",
-        " 1 · ■ ■ ·",
-        " 2 · · ■ ■",
-    ]
+        " 0 ■ ■ · ·", " 1 · ■ ■ ·", " 2 · · ■ ■",
+    ]  # fmt: skip
     picture = tmp_path / "mask.png"
     assert main([*options, "--out", str(picture)]) == 0
     data = picture.read_bytes()

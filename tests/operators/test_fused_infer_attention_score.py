@@ -128,11 +128,9 @@ def test_layouts_agree(layout: str) -> None:
 
     out, lse = attend(query, key, value)
     outputs = {
-        layout: of(out),
-        f"{layout}_BNSD": out,
-        f"{layout}_BSND": out.transpose(1, 2),
+        layout: of(out), f"{layout}_BNSD": out, f"{layout}_BSND": out.transpose(1, 2),
         f"{layout}_NBSD": out.transpose(0, 1),
-    }
+    }  # fmt: skip
     for name, expected in outputs.items():
         if name in ("BSH_BSND", "BSND_BSND", "BNSD_BNSD"):
             continue

@@ -227,17 +227,12 @@ def update(operator: str, where: str, value: float | None, dtype: torch.dtype) -
 
 
 CALLS = {
-    "flash_attention_score": attention,
-    "flash_attention_score_grad": attention,
-    "prompt_flash_attention": attention,
-    "sparse_flash_attention": attention,
-    "sparse_flash_attention_grad": attention,
-    "lightning_indexer": indexer,
-    "lightning_indexer_grad": indexer,
-    "sparse_lightning_indexer_grad_kl_loss": loss,
-    "attention_update": update,
-    "attention_update, gradient": update,
-}
+    "flash_attention_score": attention, "flash_attention_score_grad": attention,
+    "prompt_flash_attention": attention, "sparse_flash_attention": attention,
+    "sparse_flash_attention_grad": attention, "lightning_indexer": indexer,
+    "lightning_indexer_grad": indexer, "sparse_lightning_indexer_grad_kl_loss": loss,
+    "attention_update": update, "attention_update, gradient": update,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)

@@ -63,19 +63,13 @@ def stated(
 
 
 CALLS: list[dict[str, Any]] = [
-    {},
-    {"sparse_mode": 2},
-    {"sparse_mode": 3},
-    {"sparse_mode": 4, "pre_tokens": 3, "next_tokens": 1},
-    {"sparse_mode": 6, "prefix": [2, 6, 3]},
-    {"sparse_mode": 3, "sink": random(N, seed=9)},
-    {"sparse_mode": 3, "keep_prob": 0.5},
-    {"keep_prob": 0.75, "sink": random(N, seed=9)},
-    {"pse_shift": random(B, N, SQ, SKV, seed=8)},
+    {}, {"sparse_mode": 2}, {"sparse_mode": 3},
+    {"sparse_mode": 4, "pre_tokens": 3, "next_tokens": 1}, {"sparse_mode": 6, "prefix": [2, 6, 3]},
+    {"sparse_mode": 3, "sink": random(N, seed=9)}, {"sparse_mode": 3, "keep_prob": 0.5},
+    {"keep_prob": 0.75, "sink": random(N, seed=9)}, {"pse_shift": random(B, N, SQ, SKV, seed=8)},
     {"pse_shift": random(1, N, SQ, SKV, seed=8), "sparse_mode": 3},
-    {"pse_shift": random(B, N, 1, SKV, seed=8)},
-    {"pse_shift": random(1, N, 1, SKV, seed=8)},
-]
+    {"pse_shift": random(B, N, 1, SKV, seed=8)}, {"pse_shift": random(1, N, 1, SKV, seed=8)},
+]  # fmt: skip
 MASKS = [
     (B, N, SQ, SKV), (B, 1, SQ, SKV), (1, 1, SQ, SKV), (SQ, SKV), (B, 1, 1, SKV), (1, N, 1, SKV),
 ]  # fmt: skip

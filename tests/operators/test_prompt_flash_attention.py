@@ -188,11 +188,9 @@ def test_the_scale_of_the_function() -> None:
 def test_the_products_of_the_table() -> None:
     (row,) = (row for row in table() if row["operator"] == "prompt_flash_attention")
     assert {product: v["dtypes"] for (product, cann), v in row["devices"].items()} == {
-        "A2": ["float16", "bfloat16", "int8"],
-        "A3": ["float16", "bfloat16", "int8"],
-        "310P": ["float16"],
-        "950": ["float16", "bfloat16"],
-    }
+        "A2": ["float16", "bfloat16", "int8"], "A3": ["float16", "bfloat16", "int8"],
+        "310P": ["float16"], "950": ["float16", "bfloat16"],
+    }  # fmt: skip
 
 
 # Valid arguments that look like violations.
@@ -237,13 +235,10 @@ def scales(deq1: float = 3e-4, quant1: float = 127.0, deq2: float = 1e-4) -> dic
 
 def options(tensors: list[Tensor], scale_value: float, atten_mask: Tensor | None) -> dict:
     return {
-        "num_heads": tensors[0].shape[1],
-        "num_key_value_heads": tensors[1].shape[1],
-        "layout": "BNSD",
-        "scale_value": scale_value,
-        "atten_mask": atten_mask,
+        "num_heads": tensors[0].shape[1], "num_key_value_heads": tensors[1].shape[1],
+        "layout": "BNSD", "scale_value": scale_value, "atten_mask": atten_mask,
         "next_tokens": 2**31 - 1,
-    }
+    }  # fmt: skip
 
 
 def check(

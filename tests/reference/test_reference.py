@@ -35,10 +35,8 @@ def test_attention_to_every_causal_key_is_dense_attention() -> None:
     dense = torch.nn.functional.scaled_dot_product_attention(
         torch.cat((query, query_rope), -1).transpose(1, 2),
         torch.cat((key, key_rope), -1).transpose(1, 2).expand(-1, H, -1, -1),
-        value.transpose(1, 2).expand(-1, H, -1, -1),
-        attn_mask=causal_mask(),
-        scale=SCALE,
-    ).transpose(1, 2)
+        value.transpose(1, 2).expand(-1, H, -1, -1), attn_mask=causal_mask(), scale=SCALE,
+    ).transpose(1, 2)  # fmt: skip
     options = {"scale_value": SCALE, "query_rope": query_rope, "key_rope": key_rope}
     indices = all_causal_keys()
     out, softmax_max, softmax_sum = reference.sparse_flash_attention(

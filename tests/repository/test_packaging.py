@@ -237,13 +237,11 @@ def test_the_report_names_what_is_used(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "variables", "language"),
     [
-        ([], {}, "en"),
-        (["report", "--lang", "zh"], {}, "zh"),
-        ([], {"LANG": "zh_CN.UTF-8"}, "zh"),
+        ([], {}, "en"), (["report", "--lang", "zh"], {}, "zh"), ([], {"LANG": "zh_CN.UTF-8"}, "zh"),
         ([], {"LANG": "zh_CN.UTF-8", "LC_ALL": "C.UTF-8"}, "en"),
         ([], {"LANG": "C", "LC_ALL": "", "LC_MESSAGES": "zh_CN"}, "zh"),
     ],
-)
+)  # fmt: skip
 def test_an_option_or_the_locale_chooses_the_language(
     arguments: list[str], variables: dict[str, str], language: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

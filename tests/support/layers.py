@@ -79,13 +79,10 @@ PACKAGE_PARTS = {
 
 # The other folders of the checkout. They use csrc and the package, which do not use them.
 AROUND = {
-    "simulation": "a simulated CANN",
-    "tests": "a folder of each part",
-    "tools": "versions, checks of tests",
-    "benchmarks": "every figure of the docs",
-    "examples": "training, decoding",
-    "docs": "the site",
-}
+    "simulation": "a simulated CANN", "tests": "a folder of each part",
+    "tools": "versions, checks of tests", "benchmarks": "every figure of the docs",
+    "examples": "training, decoding", "docs": "the site",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

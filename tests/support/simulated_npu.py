@@ -39,8 +39,7 @@ once = pytest.mark.skipif(
 )
 
 captured = pytest.mark.skipif(
-    TASK_QUEUE == 2,
-    reason="torch_npu captures no graph at level 2: test_level_2",
+    TASK_QUEUE == 2, reason="torch_npu captures no graph at level 2: test_level_2"
 )
 
 

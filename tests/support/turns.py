@@ -137,12 +137,9 @@ def select(items: list[pytest.Item], everything: bool, share: int) -> list[pytes
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what the commit tier leaves out")
     parser.addoption(
-        "--share",
-        type=int,
-        default=1,
-        metavar="N",
+        "--share", type=int, default=1, metavar="N",
         help="of every test function, run an N-th of the parameters (tests/support/turns.py)",
-    )
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -209,8 +209,6 @@ def sink_and_rope_rules() -> Iterator[WrongCall]:
 
 
 WRONG_CALLS = [
-    *sink_and_rope_rules(),
-    *(row for operator in OPERATORS for row in rules(operator)),
-    *gradient_rules(),
-    *statistics_rules(FLASH_ATTENTION_SCORE_GRAD, PLAIN),
-]
+    *sink_and_rope_rules(), *(row for operator in OPERATORS for row in rules(operator)),
+    *gradient_rules(), *statistics_rules(FLASH_ATTENTION_SCORE_GRAD, PLAIN),
+]  # fmt: skip

@@ -173,9 +173,6 @@ DIFFERENTIABLE = (
 )  # fmt: skip
 TENSORS = ("key", "value", "atten_mask", "query_rope", "key_rope", "sink", "block_table")
 WRONG_CALLS = [
-    *RULES,
-    *device_rules(wrong, replace(PAGED, mask="BS", rope=16, sink="float32"), TENSORS),
-    *gradient_rules(wrong, DIFFERENTIABLE),
-    *block_rules(),
-    *limits(),
-]
+    *RULES, *device_rules(wrong, replace(PAGED, mask="BS", rope=16, sink="float32"), TENSORS),
+    *gradient_rules(wrong, DIFFERENTIABLE), *block_rules(), *limits(),
+]  # fmt: skip

@@ -196,9 +196,6 @@ def limits() -> Iterator[WrongCall]:
 TENSORS = ("key", "value", "atten_mask", *SCALES, "quant_scale2", "quant_offset2")
 DIFFERENTIABLE = ((EQUAL, "query"), (EQUAL, "key"), (EQUAL, "value"), (TO_INT8, "quant_scale2"))
 WRONG_CALLS = [
-    *RULES,
-    *device_rules(wrong, replace(BOTH, mask="S", offset=True), TENSORS),
-    *gradient_rules(wrong, DIFFERENTIABLE),
-    *value_rules(),
-    *limits(),
-]
+    *RULES, *device_rules(wrong, replace(BOTH, mask="S", offset=True), TENSORS),
+    *gradient_rules(wrong, DIFFERENTIABLE), *value_rules(), *limits(),
+]  # fmt: skip

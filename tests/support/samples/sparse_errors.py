@@ -45,11 +45,9 @@ def first_index(value: int) -> Callable[[Tensor], Tensor]:
 
 # The first of several arguments sets the extent that they share; the error names another.
 NAMED = {
-    ("query_index", -2): ("weights",),
-    ("query_index", -1): ("key_index",),
-    ("query_rope", -1): ("key_rope",),
-    ("sparse_indices", -1): ("d_values", "attn_softmax_l1_norm"),
-}
+    ("query_index", -2): ("weights",), ("query_index", -1): ("key_index",),
+    ("query_rope", -1): ("key_rope",), ("sparse_indices", -1): ("d_values", "attn_softmax_l1_norm"),
+}  # fmt: skip
 
 
 def argument_of_extent(good: Sample, name: str, axis: int) -> str:
