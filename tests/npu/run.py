@@ -29,14 +29,14 @@ TESTS, SIMULATOR_TESTS = ROOT / "tests/npu", ROOT / "simulation/tests"
 DEVICES = [("A2", "9.1"), ("A2", "8.5"), ("950", "9.1")]
 WHERE_DEVICES_DIFFER = [
     TESTS / "test_npu_devices.py", TESTS / "test_npu_fused_infer.py",
-    TESTS / "test_npu_merged_parts.py", TESTS / "test_npu_sinks_and_ropes.py",
+    TESTS / "test_npu_sinks_and_ropes.py",
     SIMULATOR_TESTS / "test_torch_npu_operators_devices.py",
 ]  # fmt: skip
 # Launches, failures and memory are those of a thread, which the level chooses.
 WHERE_LEVELS_DIFFER = [
     TESTS / "test_npu_concurrency.py", TESTS / "test_npu_equals_cpu.py",
     TESTS / "test_npu_errors.py", TESTS / "test_npu_faults.py", TESTS / "test_npu_graph_updates.py",
-    TESTS / "test_npu_graphs.py", TESTS / "test_npu_handles.py", TESTS / "test_npu_launch_order.py",
+    TESTS / "test_npu_graphs.py", TESTS / "test_npu_launch_order.py",
     SIMULATOR_TESTS / "test_kernel_faults.py",
 ]  # fmt: skip
 # The mode of streams by level of the task queue. Strict streams find the same errors at any level.

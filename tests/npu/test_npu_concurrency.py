@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import ascend_attn_ops
 import cann_simulator
@@ -10,6 +13,7 @@ import pytest
 import torch
 from device_samples import DEVICE_RECIPES, as_launched, first, is_launched
 from support.samples import RECIPES, Recipe, named_tensors
+from support.simulated_npu import run_in_new_process
 from support.tolerance import assert_same_bits
 
 
@@ -82,3 +86,60 @@ def test_streams_with_few_cores() -> None:
         torch.npu.synchronize()
         assert_same_bits(tuple(x.cpu() for x in outputs), expected)
     assert torch.npu.get_stream_limit(stream) == {"cube_core_num": 22, "vector_core_num": 44}
+
+
+# Nothing is left of calls: of many, of those of other tests (no_leak), of the faulty ones.
+
+
+class _MallocStatistics(ctypes.Structure):
+    """struct mallinfo2 of the C library."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                     "uordblks", "fordblks", "keepcost")
+    ]  # fmt: skip
+
+
+def bytes_in_use() -> int:
+    """Returns the bytes that malloc has handed out; exact, unlike the size of the process."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocStatistics
+    return mallinfo().uordblks
+
+
+def growth() -> list[int]:
+    """Returns by how much many calls grow the memory of the host and of the device."""
+    sample = first("sparse_flash_attention_grad").make(torch.bfloat16).to("npu")
+
+    def run(calls: int) -> tuple[int, int]:
+        for _ in range(calls):
+            sample.call(torch.ops.ascend)
+        torch.npu.synchronize()
+        gc.collect()
+        return bytes_in_use(), torch.npu.memory_allocated()
+
+    with cann_simulator.computing(False):
+        handles = cann_simulator.live_handles()
+        # The places of the task queue are filled for the first time.
+        before = run(6_000)
+        after = run(10_000)
+        assert cann_simulator.live_handles() == handles
+    return [after[0] - before[0], after[1] - before[1]]
+
+
+def test_many_calls_do_not_grow_memory() -> None:
+    out, _ = run_in_new_process("import test_npu_concurrency as x\nprint(*x.growth())")
+    host, device = map(int, out.split())
+    # Less than ten bytes per call.
+    assert host < 100_000
+    assert device == 0
+
+
+@pytest.mark.usefixtures("no_leak")
+def test_rejected_before_the_device() -> None:
+    """Our checks come first: nothing is made."""
+    sample = first("sparse_flash_attention").make(torch.bfloat16).to("npu")
+    with cann_simulator.recorded_calls() as log, pytest.raises(TypeError, match="161002"):
+        sample.replace(key=sample.inputs["key"].half()).call(torch.ops.ascend)
+    assert not [entry for entry in log if "SparseFlash" in entry.get("function", "")]
