@@ -24,17 +24,10 @@ each_layout = pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "
 
 
 def check_fusion(
-    version: str,
-    layout: str,
-    dtype: torch.dtype = torch.float16,
-    *,
-    lengths: tuple[list[int], list[int]] | None = None,
-    sinks: bool = False,
-    ropes: bool = False,
-    sizes: tuple[int, int] = (D, ROPE),
-    gradients: bool = True,
-    **options: Any,
-) -> None:
+    version: str, layout: str, dtype: torch.dtype = torch.float16, *,
+    lengths: tuple[list[int], list[int]] | None = None, sinks: bool = False, ropes: bool = False,
+    sizes: tuple[int, int] = (D, ROPE), gradients: bool = True, **options: Any,
+) -> None:  # fmt: skip
     queries, keys = lengths or (PACK if layout == "TND" else DENSE)
     tq, tk, (d, rope) = sum(queries), sum(keys), sizes
     shapes = {"query": (tq, N, d), "key": (tk, NK, d), "value": (tk, NK, d)}

@@ -40,11 +40,9 @@ MLA_SOURCES = ("query", "ori_kv", "cmp_kv", "sink")
 
 
 def compare(
-    sample: Sample,
-    actual: Outputs,
-    same_nan: tuple[str, ...] = (),
+    sample: Sample, actual: Outputs, same_nan: tuple[str, ...] = (),
     bounds: Sequence[Expected] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Compares; numbers of `same_nan` that are not finite in the reference must be equal."""
     expected = []
     bounds = bounds or OPERATORS[sample.operator].expected(sample)
@@ -57,14 +55,12 @@ def compare(
 
 
 def case_of(
-    draw_case: Callable[[Random], Any],
-    build: Callable[[Any, torch.dtype], Sample],
+    draw_case: Callable[[Random], Any], build: Callable[[Any, torch.dtype], Sample],
     names: Callable[[Any], tuple[str, ...]] = lambda case: SOURCES,
     gradient_of: Callable[..., Sample] | None = None,
     expected: Callable[[Sample], Sequence[Expected]] | None = None,
-    same_on_all_threads: Callable[[str], bool] = lambda name: False,
-    same_nan: tuple[str, ...] = (),
-) -> Case:
+    same_on_all_threads: Callable[[str], bool] = lambda name: False, same_nan: tuple[str, ...] = (),
+) -> Case:  # fmt: skip
     """`names`: of the tensors, of which one is changed; threads may depend on which that is."""
 
     def infinities(random: Random) -> str:

@@ -40,13 +40,9 @@ MLA_KEYS = ("ori_kv", "cmp_kv")
 
 
 def sparse_case(
-    random: Random,
-    patterns: tuple[str, ...] = PATTERNS,
-    loss: bool = False,
-    gradient: bool = False,
-    paged: bool = False,
-    empty: bool = False,
-) -> Fuzzed:
+    random: Random, patterns: tuple[str, ...] = PATTERNS, loss: bool = False,
+    gradient: bool = False, paged: bool = False, empty: bool = False,
+) -> Fuzzed:  # fmt: skip
     """`loss`: what the loss does not have is left out. `empty`: an axis has no elements."""
     fields: dict[str, Any] = {"seed": random.getrandbits(32), "layout": "BSND"}
     large = random.random() < 0.1
@@ -216,11 +212,9 @@ def mla_gradient_of(forward: Sample, random: randomness.Random) -> Sample:
 
 
 def attention(
-    random: Random,
-    draw_case: Callable[..., Any] = sparse_case,
-    call: Callable[..., Sample] = forward_of,
-    **options: bool,
-) -> str:
+    random: Random, draw_case: Callable[..., Any] = sparse_case,
+    call: Callable[..., Sample] = forward_of, **options: bool,
+) -> str:  # fmt: skip
     case, dtype = draw_case(random, **options), random.choice(draw.DTYPES)
     sample = call(random, case, dtype)
     check(sample, run(sample, random, same_on_all_threads=True))
@@ -228,12 +222,10 @@ def attention(
 
 
 def attention_gradient(
-    random: Random,
-    draw_case: Callable[..., Any] = with_gradient,
+    random: Random, draw_case: Callable[..., Any] = with_gradient,
     call: Callable[..., Sample] = forward_of,
-    gradient_of: Callable[..., Sample] = sparse_flash_attention.gradient_of,
-    **options: bool,
-) -> str:
+    gradient_of: Callable[..., Sample] = sparse_flash_attention.gradient_of, **options: bool,
+) -> str:  # fmt: skip
     case, dtype = draw_case(random, **options), random.choice(draw.DTYPES)
     sample = gradient_of(call(random, case, dtype), randomness.Random(case.id, dtype))
     sample = with_expanded(draw.scaled(sample, ("d_out",), random), ("d_out",), random)

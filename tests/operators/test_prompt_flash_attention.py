@@ -242,11 +242,9 @@ def options(tensors: list[Tensor], scale_value: float, atten_mask: Tensor | None
 
 
 def check(
-    tensors: list[Tensor],
-    quantization: dict[str, Tensor],
-    scale_value: float = 0.4,
+    tensors: list[Tensor], quantization: dict[str, Tensor], scale_value: float = 0.4,
     atten_mask: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The operator's output, which is close to the reference's."""
     sample = sample_of(tensors, {**options(tensors, scale_value, atten_mask), **quantization})
     (out,) = sample.call(ascend_attn_ops)

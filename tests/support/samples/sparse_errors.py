@@ -65,10 +65,9 @@ def argument_of_extent(good: Sample, name: str, axis: int) -> str:
 
 
 def tensor_rules(
-    operator: Operator,
-    cases: tuple[object, object] = (BSND, TND),
+    operator: Operator, cases: tuple[object, object] = (BSND, TND),
     argument_of: Callable[[Sample, str, int], str] = argument_of_extent,
-) -> Iterator[WrongCall]:
+) -> Iterator[WrongCall]:  # fmt: skip
     """Rank, dtype, device and every extent of every tensor, in both layouts."""
     for case in cases:
         good = operator.make(case, torch.bfloat16)
