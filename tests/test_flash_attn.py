@@ -14,6 +14,7 @@ from ascend_attn_ops import flash_attn, flash_attn_interface
 from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
 from support.attention import attention
 from support.flash_attention_in_torch import (
+    assert_as_stated,
     assert_gradients,
     attend,
     attend_packed,
@@ -38,7 +39,7 @@ each_size = pytest.mark.parametrize(("sq", "skv"), SIZES)
 each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
 # FlashAttention-3's functions too; vLLM's name of a sink, and FlashAttention-4's.
 MODULES = flash_attn, flash_attn_interface
-SINKS = [(flash_attn, None), *product(MODULES, ("s_aux", "learnable_sink"))]
+SINKS = [*product(MODULES, (None, "s_aux", "learnable_sink"))]
 each_sink = pytest.mark.parametrize(("module", "name"), SINKS)
 
 
@@ -82,14 +83,6 @@ def assert_within_the_specification(
     assert ((out.double() - exact).abs() <= c * summed + ulp / 2).all()
 
 
-def assert_as_stated(
-    actual: tuple[Tensor, ...], expected: tuple[Tensor, Tensor], tensors: list[Tensor]
-) -> None:
-    torch.testing.assert_close(actual[1], expected[1])
-    assert_gradients(actual[0], expected[0], tensors)
-    assert not any(x.numel() for x in actual[2:])  # probabilities
-
-
 @no_limits
 @each_group
 @each_size
@@ -125,13 +118,16 @@ def test_scale_and_a_smaller_value() -> None:
 @pytest.mark.parametrize("rows", [(), (B,)], ids=["of heads", "of batches"])
 @each_size
 @pytest.mark.parametrize("mask", [*MASKS[:3], {"window_size": (4, 0)}], ids=str)
-def test_alibi(mask: dict[str, Any], sq: int, skv: int, rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", [None, "s_aux"])
+def test_alibi(
+    name: str | None, mask: dict[str, Any], sq: int, skv: int, rows: tuple[int, ...]
+) -> None:
     tensors = [x.requires_grad_() for x in qkv(sq, skv, 2)]
-    slopes = slopes_of(rows)
-    out, lse, _ = flash_attn_func(*tensors, **mask, alibi_slopes=slopes, return_attn_probs=True)
-    expected, expected_lse = attend(*tensors, **mask, alibi_slopes=slopes)
-    assert_gradients(out, expected, tensors)
-    torch.testing.assert_close(lse, expected_lse)
+    sinks, slopes = with_sink(tensors, name), slopes_of(rows)
+    q, k, v = tensors[:3]
+    actual = flash_attn_func(q, k, v, **mask, alibi_slopes=slopes, return_attn_probs=True, **sinks)
+    expected = attend(q, k, v, **mask, alibi_slopes=slopes, s_aux=sinks.get(name))
+    assert_as_stated(actual, expected, tensors)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (0, 4), (4, 0)], ids=str)
@@ -246,12 +242,11 @@ def test_packed_alibi(
     cu_q = [0, 5, 5, 11]
     tensors = [x.requires_grad_() for x in packed(cu_q, cu_k, 2, behind=behind)]
     slopes = slopes_of(rows)
-    out, lse, _ = flash_attn_varlen_func(
+    actual = flash_attn_varlen_func(
         *tensors, cu(cu_q), cu(cu_k), 6, 24, **mask, alibi_slopes=slopes, return_attn_probs=True
     )
-    expected, expected_lse = attend_packed(*tensors, cu_q, cu_k, **mask, alibi_slopes=slopes)
-    assert_gradients(out, expected, tensors)
-    torch.testing.assert_close(lse, expected_lse)
+    expected = attend_packed(*tensors, cu_q, cu_k, **mask, alibi_slopes=slopes)
+    assert_as_stated(actual, expected, tensors)
 
 
 @no_limits
@@ -326,19 +321,6 @@ def test_rows_without_keys() -> None:
         expected = torch.where(own == -torch.inf, torch.inf, own.double())
         assert not out.any()
         assert torch.equal(lse[0], expected[:, None].expand(N, 6))
-
-
-@no_limits
-def test_slopes_beside_a_sink() -> None:
-    tensors = [x.requires_grad_() for x in (*qkv(7, 13, NK), randn(N))]
-    q, k, v, sink = tensors
-    slopes = torch.rand(N) + 0.1
-    for mask in ({}, {"causal": True}):
-        actual = flash_attn_func(
-            q, k, v, **mask, alibi_slopes=slopes, s_aux=sink, return_attn_probs=True
-        )
-        expected = attend(q, k, v, **mask, alibi_slopes=slopes, s_aux=sink)
-        assert_as_stated(actual, expected, tensors)
 
 
 @no_limits

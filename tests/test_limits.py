@@ -24,18 +24,6 @@ from torch import Tensor
 NEWEST = "9.1"
 
 
-def test_a_product_means_its_newest_cann() -> None:
-    assert device_in_force() == ("A2", NEWEST)
-    with ascend_attn_ops.limits("A3"):
-        assert device_in_force() == ("A3", NEWEST)
-        with ascend_attn_ops.limits("950", cann="9.0"):
-            assert device_in_force() == ("950", "9.0")
-        with ascend_attn_ops.limits(None):
-            assert device_in_force() is None
-        assert device_in_force() == ("A3", NEWEST)
-    assert device_in_force() == ("A2", NEWEST)
-
-
 @pytest.mark.parametrize(
     ("name", "product"),
     [("910B", "A2"), ("Ascend910B4-1", "A2"), ("910_93", "A3"), ("Ascend310P3", "310P")],

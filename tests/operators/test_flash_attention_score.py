@@ -94,9 +94,12 @@ def test_tokens_that_bound_nothing(mode: int, most: int) -> None:
     """Also where sums with them are more than an integer holds."""
     q, k, v = qkv(5, 9)
     mask = torch.zeros(5, 9, dtype=torch.bool) if mode == 0 else None
-    bounds = {"pre_tokens": most, "next_tokens": most}
-    out = attend(q, k, v, sparse_mode=mode, atten_mask=mask, **bounds)
-    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v))
+    options = {"scale_value": D**-0.5, "pre_tokens": most, "next_tokens": most}
+    for functions in (ascend_attn_ops, reference):
+        out, *_ = functions.flash_attention_score(
+            q, k, v, num_heads=N, layout="BNSD", sparse_mode=mode, atten_mask=mask, **options
+        )
+        torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,15 @@ def assert_gradients(
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+def assert_as_stated(
+    actual: Sequence[Tensor], expected: tuple[Tensor, Tensor], leaves: Sequence[Tensor]
+) -> None:
+    """Compares out with its gradients, and lse; probabilities, if any, are empty."""
+    assert_gradients(actual[0], expected[0], leaves)
+    torch.testing.assert_close(actual[1], expected[1])
+    assert not any(x.numel() for x in actual[2:])
+
+
 def in_blocks(sequences: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor]:
     """Returns a cache with the sequences in blocks of any order, otherwise NaN, and its table."""
     counts = [-(-len(x) // size) for x in sequences]
