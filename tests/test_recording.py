@@ -21,12 +21,10 @@ from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-from test_comparison import Faulty  # noqa: E402
+from test_comparison import KEY, QUERY, Faulty  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-QUERY = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
-KEY = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
 NO_RECORD = re.escape("expected a file of ascend_attn_ops.record")
 
 

@@ -34,7 +34,7 @@ FIRST = {
     "csrc/npu/aclnn/": "npu_graph_updates npu_launch_order npu_graphs npu_launcher npu_faults",
     "csrc/npu/": "npu_equals_cpu npu_unwritten_rows npu_value_checks npu_errors",
     "simulation/": "",
-    "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities parts_of_keys "
+    "csrc/": "attention_update lightning_indexer indexer_loss paged_keys infinities "
     "numerics errors autograd scatter_pa_kv_cache properties prompt_flash_attention "
     "flash_attention_score forms_of_arguments threads autocast limits out_forms "
     "cache_layouts memory_and_sizes verdicts",

@@ -22,6 +22,12 @@ query = torch.ones(1, 8, 2, 16, dtype=torch.bfloat16).npu()
 def attend(q):
     return ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout="BSND")[0]
 
+def added_on_side():
+    y = x * 2
+    side.wait_stream(main)
+    with torch.npu.stream(side):
+        return y, y + 1
+
 """
 END = """
 torch.npu.synchronize()
@@ -46,20 +52,14 @@ MISTAKES = {
     ),
     "the first stream does not wait for the second": (
         """
-        y = x * 2
-        side.wait_stream(main)
-        with torch.npu.stream(side):
-            z = y + 1
+        y, z = added_on_side()
         z.sum()
         """,
         r"aten::sum on stream \d+ reads memory that aten::add on stream \d+ writes",
     ),
     "memory is used again without record_stream": (
         """
-        y = x * 2
-        side.wait_stream(main)
-        with torch.npu.stream(side):
-            z = y + 1
+        y, z = added_on_side()
         address = y.data_ptr()
         del y
         again = x * 3
@@ -88,10 +88,7 @@ MISTAKES = {
 }  # fmt: skip
 ORDERED = {
     "wait_stream": """
-        y = x * 2
-        side.wait_stream(main)
-        with torch.npu.stream(side):
-            z = y + 1
+        y, z = added_on_side()
         main.wait_stream(side)
         z.sum().item()
         """,
@@ -108,10 +105,7 @@ ORDERED = {
         z.sum().item()
         """,
     "record_stream": """
-        y = x * 2
-        side.wait_stream(main)
-        with torch.npu.stream(side):
-            z = y + 1
+        y, z = added_on_side()
         y.record_stream(side)
         del y
         again = x * 3

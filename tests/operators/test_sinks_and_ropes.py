@@ -30,10 +30,6 @@ def all_inputs(
     return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
 
 
-def inputs(dtype: torch.dtype, heads: int = N) -> list[Tensor]:
-    return all_inputs(dtype, heads)[:3]
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
     return ops.flash_attention_score(
         query, key, value, **{"num_heads": N, "layout": "BNSD", **options}
@@ -42,7 +38,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[T
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_without_keys(dtype: torch.dtype) -> None:
-    query, key, value = inputs(dtype)
+    query, key, value = all_inputs(dtype, N)[:3]
     sink = torch.tensor([-3.0, 0.0, 2.5, -torch.inf], dtype=torch.promote_types(dtype, torch.float))
     every = torch.ones(SQ, SKV, dtype=torch.bool)
     out, softmax_max, softmax_sum = attend(
@@ -58,7 +54,7 @@ def test_rows_without_keys(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
-    tensors = [x.requires_grad_() for x in inputs(dtype)]
+    tensors = [x.requires_grad_() for x in all_inputs(dtype, N)[:3]]
     sink = torch.full((N,), -torch.inf, dtype=torch.promote_types(dtype, torch.float))
     outputs, expected = attend(*tensors, sink=sink), attend(*tensors)
     assert_same_bits(outputs, expected)
@@ -71,7 +67,7 @@ def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_a_sink_of_any_dtype_gets_a_gradient_of_it(dtype: torch.dtype) -> None:
-    query, key, value = inputs(torch.bfloat16)
+    query, key, value = all_inputs(torch.bfloat16, N)[:3]
     sink = torch.tensor([-1.0, 0.5, 2.0, 0.0]).to(dtype).requires_grad_()
     exact = sink.detach().float().requires_grad_()
     outputs, expected = (attend(query, key, value, sink=x) for x in (sink, exact))
@@ -90,7 +86,7 @@ def test_ropes_are_a_part_of_the_heads(
     queries: int, key_heads: int, layout: str, dtype: torch.dtype
 ) -> None:
     """Bit for bit, forward and backward; a few rows of a key head are computed otherwise."""
-    query, key, value = inputs(dtype, heads=key_heads)
+    query, key, value = all_inputs(dtype, key_heads)[:3]
     query = query[:, :, :queries].contiguous()
     generator = torch.Generator().manual_seed(1)
     ropes = [torch.randn(*x.shape[:3], DR, generator=generator).to(dtype) for x in (query, key)]
@@ -116,7 +112,7 @@ def test_ropes_are_a_part_of_the_heads(
 
 
 def test_a_bias_beside_ropes_gets_its_gradient() -> None:
-    query, key, value = inputs(torch.float64)
+    query, key, value = all_inputs(torch.float64, N)[:3]
     ropes = [torch.randn(*x.shape[:3], DR).double() for x in (query, key)]
     sink, pse = torch.randn(N).double(), torch.randn(BATCH, N, SQ, SKV).double().requires_grad_()
     out = attend(query, key, value, pse_shift=pse, sink=sink, query_rope=ropes[0],
