@@ -130,9 +130,8 @@ def test_dense_attention_is_that_of_torch(layout: str) -> None:
     )
     forward = 2 * b * n * s * skv * (d + d)
     assert ours == {
-        "flash_attention_score": forward,
-        "flash_attention_score_grad": forward * 5 // 2,
-    }
+        "flash_attention_score": forward, "flash_attention_score_grad": forward * 5 // 2,
+    }  # fmt: skip
     # torch counts its fused kernels alike.
     shapes = [x.shape for x in (query, key, value)]
     assert list(ours.values()) == [
@@ -225,9 +224,8 @@ def test_the_gradient_of_windows_and_compressed_keys() -> None:
     pairs = 1 + 2 + 3
     # the scores again, dP, d_query, dS^T q and P^T d_out
     assert counted(step) == {
-        "sparse_flash_mla": pairs * 2 * 2 * 2 * 8,
-        "sparse_flash_mla_grad": pairs * 2 * 5 * 2 * 8,
-    }
+        "sparse_flash_mla": pairs * 2 * 2 * 2 * 8, "sparse_flash_mla_grad": pairs * 2 * 5 * 2 * 8,
+    }  # fmt: skip
 
 
 COMPRESSED = [

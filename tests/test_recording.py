@@ -244,12 +244,11 @@ def changed(file: Path, **changes: Any) -> None:
         ({"operator": "system"}, "there is no operator 'system'"),
         ({"operator": "attention_update"}, "has no argument"),
         ({"arguments": {"query": 1}}, "needs an argument key, value"),
-        ({"arguments": None}, "TypeError"),
-        ({"limits": ["A2"]}, "ValueError"),
+        ({"arguments": None}, "TypeError"), ({"limits": ["A2"]}, "ValueError"),
         ({"arguments": {"query": {"tensor": "else", "stride": []}}}, "KeyError"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_another_file_is_refused(recorded: Path, changes: dict[str, Any], message: str) -> None:
     changed(recorded, **changes)
     with pytest.raises(ValueError, match=NO_RECORD) as raised:

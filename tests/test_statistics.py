@@ -26,10 +26,9 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 PACK = ((4, 0, 3), (3, 2, 6))  # with rows without keys
 ATTENTION = [SparseCase(s=(6, 5), d=4, heads=2, k=3), SparseCase(layout="TND", lengths=PACK, d=4)]
 MLA = [
-    MlaCase(kind="swa", s=(6, 5, 0), d=4),
-    MlaCase(kind="hca", s=(6, 5, 2), d=4, sink=False),
+    MlaCase(kind="swa", s=(6, 5, 0), d=4), MlaCase(kind="hca", s=(6, 5, 2), d=4, sink=False),
     MlaCase(layout="TND", lengths=(*PACK, (1, 1, 3)), tail=(2, 1, 1), d=4),
-]
+]  # fmt: skip
 
 
 def made(case: SparseCase | MlaCase, dtype: torch.dtype = torch.float64) -> Sample:

@@ -334,10 +334,9 @@ def status_of(function: str, changes: Arguments) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "changes", "status"),
-    STATUSES,
+    ("function", "changes", "status"), STATUSES,
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else str(x),
-)
+)  # fmt: skip
 def test_status(function: str, changes: Arguments, status: int) -> None:
     assert status_of(function, changes) == status
 

@@ -109,9 +109,8 @@ def test_every_operator(capability: str) -> None:
     operators = ROOT / "tests" / "operators"
     tests = (
         f"{operators}/test_numerics.py::test_matches_the_reference",
-        f"{operators}/test_probabilities.py",
-        f"{__file__}::test_products_with_mkldnn_switched_off",
-    )
+        f"{operators}/test_probabilities.py", f"{__file__}::test_products_with_mkldnn_switched_off",
+    )  # fmt: skip
     options = ("-q", "-p", "no:cacheprovider", "--share=40")
     result = run("-m", "pytest", *options, *tests, capability=capability)
     assert result.status == 0, result.out + result.err

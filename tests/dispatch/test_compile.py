@@ -53,11 +53,10 @@ def test_fake_tensors(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     "recipe",
     first_of_each(
-        RECIPES,
-        lambda x: (*kind_of(x), x.differentiable, str(getattr(x.case, "mode", ""))),
+        RECIPES, lambda x: (*kind_of(x), x.differentiable, str(getattr(x.case, "mode", ""))),
         has_gradient,
     ),
-)
+)  # fmt: skip
 def test_opcheck(recipe: Recipe) -> None:
     sample, operator = recipe.make(torch.float32), recipe.operator.overload
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]

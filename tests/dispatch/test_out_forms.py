@@ -229,10 +229,9 @@ def assert_writes(call: OutCall, like: OutCall) -> None:
 
 @by_turns(4)
 @pytest.mark.parametrize(
-    "row",
-    [row for row in WRONG_CALLS if row.operator in FORMS],
+    "row", [row for row in WRONG_CALLS if row.operator in FORMS],
     ids=lambda row: f"{row.operator.name}-{row.id}",
-)
+)  # fmt: skip
 def test_a_wrong_call_writes_nothing(row: WrongCall) -> None:
     """Its arguments are refused as the operator refuses them."""
     with ascend_attn_ops.limits(row.limits_of_good):

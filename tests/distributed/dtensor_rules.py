@@ -112,11 +112,10 @@ def wrong_key_rope(what: str) -> str:
     mesh = mesh_of("2")
     plain = numbers(1, 3, 1, 64, dtype=torch.bfloat16)
     rope = {
-        "plain": plain,
-        "mesh": distribute(plain, mesh_of("4"), [Replicate()]),
+        "plain": plain, "mesh": distribute(plain, mesh_of("4"), [Replicate()]),
         "shape": distribute(plain[:, :2], mesh, [Shard(1)]),
         "explicit": distribute(plain, mesh, [Shard(1)]),
-    }[what]
+    }[what]  # fmt: skip
     with EXPLICIT() if what == "explicit" else nullcontext():
         return message_of(attention(mesh, key_rope=rope))
 

@@ -165,10 +165,9 @@ def test_compare_sees_the_parts() -> None:
     [
         ("plain", "TypeError: {}: expected a DTensor beside DTensors"),
         ("mesh", "ValueError: {}: expected the device mesh of query"),
-        ("shape", "ValueError: {}: "),
-        ("explicit", "{}: expected placements"),
+        ("shape", "ValueError: {}: "), ("explicit", "{}: expected placements"),
     ],
-)
+)  # fmt: skip
 def test_wrong_key_rope(what: str, expected: str) -> None:
     start = expected.format("ascend::sparse_flash_attention: key_rope")
     for message in on_four(dtensor_rules.wrong_key_rope, what):
@@ -198,13 +197,12 @@ def test_no_communication(query: Any, key: Any) -> None:
 @pytest.mark.parametrize(
     ("mesh", "by", "sink_at", "gradient_at"),
     [
-        ("4", [Shard(1)], [Shard(0)], [Shard(0)]),
-        ("4", [Shard(0)], [Replicate()], [Partial()]),
+        ("4", [Shard(1)], [Shard(0)], [Shard(0)]), ("4", [Shard(0)], [Replicate()], [Partial()]),
         ("2x2", [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Partial(), Shard(0)]),
         ("4", [Shard(1)], [Replicate()], [Shard(0)]),
     ],
     ids=["heads", "batches", "both", "a replicated sink"],
-)
+)  # fmt: skip
 def test_sinks(mesh: str, by: list, sink_at: list, gradient_at: list, dtype: torch.dtype) -> None:
     on_four(dtensor_rules.with_sinks, mesh, by, sink_at, gradient_at, dtype)
 

@@ -168,10 +168,9 @@ def check_gradients(outcome: Outcome, arguments: dict[str, Any]) -> None:
         # A long list hides its tensors.
         return
     gradients = run(
-        torch.autograd.grad,
-        (outputs, inputs, [torch.ones_like(x) for x in outputs]),
+        torch.autograd.grad, (outputs, inputs, [torch.ones_like(x) for x in outputs]),
         {"allow_unused": True},
-    )
+    )  # fmt: skip
     if gradients.error is not None:
         if not gradients.of_library:
             kind = type(gradients.error).__name__

@@ -65,9 +65,8 @@ def flash_case(random: Random) -> FuzzedFlash:
     fields: dict[str, Any] = {
         "seed": random.getrandbits(32),
         "layout": random.choice(("BNSD", "BSND", "BSH", "SBH", "TND", "TND")),
-        "heads": head_counts(random),
-        "mask_dtype": random.choice((torch.bool, torch.uint8)),
-    }
+        "heads": head_counts(random), "mask_dtype": random.choice((torch.bool, torch.uint8)),
+    }  # fmt: skip
     d = draw.head_size(random)
     fields["d"] = d, d if random.random() < 0.5 else random.randint(1, d)
     if fields["layout"] == "TND":
@@ -158,10 +157,9 @@ def bias_fields(random: Random, layout: str, sequences: list[Pair], slopes: bool
     if pse_type >= 2:
         start = random.choice((None, (0, 0), (3, 5), (7, 0), (0, 40)))
         return {
-            "pse": random.choice(("N", "BN")) if sequences else "N",
-            "pse_type": pse_type,
+            "pse": random.choice(("N", "BN")) if sequences else "N", "pse_type": pse_type,
             "start": start,
-        }
+        }  # fmt: skip
     kinds = ("full", "keys") if packed else ("full", "heads", "keys", "key")
     return {"pse": random.choice(kinds), "pse_type": pse_type}
 
@@ -409,7 +407,6 @@ CASES: dict[str, Case] = {
     "valid/flash_attention_score": attention,
     "valid/padded/flash_attention_score": padded_attention,
     "valid/flash_attention_score_grad": attention_gradient,
-    "valid/empty/flash_attention_score": empty,
-    "valid/prompt_flash_attention": prompt,
+    "valid/empty/flash_attention_score": empty, "valid/prompt_flash_attention": prompt,
     "valid/empty/prompt_flash_attention": partial(prompt, empty=True),
-}
+}  # fmt: skip

@@ -191,11 +191,10 @@ def weights_of_sparse(random: Random) -> str:
 
 CASES: dict[str, Case] = {
     "valid/magnitudes/flash_attention_score": dense,
-    "valid/magnitudes/sparse_flash_attention": sparse,
-    "valid/magnitudes/sparse_flash_mla": mla,
+    "valid/magnitudes/sparse_flash_attention": sparse, "valid/magnitudes/sparse_flash_mla": mla,
     "valid/magnitudes/lightning_indexer": indexer,
     "valid/magnitudes/sparse_lightning_indexer_grad_kl_loss": loss,
     "valid/magnitudes/sparse_lightning_indexer_kl_loss_grad": loss_with_target,
     "valid/weights/flash_attention_score": weights_of_dense,
     "valid/weights/sparse_flash_attention": weights_of_sparse,
-}
+}  # fmt: skip

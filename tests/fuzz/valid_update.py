@@ -58,11 +58,10 @@ SCATTER_DTYPES = (
 
 def cache_case(random: Random, dtype: torch.dtype) -> FuzzedCache:
     fields: dict[str, Any] = {
-        "seed": random.getrandbits(32),
-        "heads": random.randint(1, 4),
+        "seed": random.getrandbits(32), "heads": random.randint(1, 4),
         "slots": random.choice(("some skipped", "some skipped", "all skipped", "all")),
         "index": random.choice((torch.int32, torch.int64)),
-    }
+    }  # fmt: skip
     kind = random.choice(("Norm", "PA_NZ", "Nct", "Alibi", "Rope", "Omni", "rank 4"))
     aligned = 32 // dtype.itemsize
     rows = draw.size(random, 40)
@@ -87,11 +86,10 @@ def cache_case(random: Random, dtype: torch.dtype) -> FuzzedCache:
         fields["rank"], fields["rows"] = 4, max(lengths, default=0) + random.randint(0, 2)
     block_size = random.choice((1, 2, 7, 8, 16))
     fields |= {
-        "d": (aligned * random.randint(1, 4),) * 2,
-        "lengths": lengths,
+        "d": (aligned * random.randint(1, 4),) * 2, "lengths": lengths,
         "windows": random.choice(("some", "some", "none")),
         "blocks": (-(-sum(lengths) * fields["heads"] // block_size) + 1, block_size),
-    }
+    }  # fmt: skip
     return FuzzedCache(**fields)
 
 
@@ -137,8 +135,7 @@ def after(
 
 
 CASES: dict[str, Case] = {
-    "valid/attention_update": update,
-    "valid/scatter_pa_kv_cache_": scatter,
+    "valid/attention_update": update, "valid/scatter_pa_kv_cache_": scatter,
     "valid/empty/attention_update": partial(update, empty=True),
     "valid/empty/scatter_pa_kv_cache_": partial(scatter, empty=True),
-}
+}  # fmt: skip

@@ -139,10 +139,9 @@ LINES = {
     KLG: "numbers/sparse_lightning_indexer_kl_loss_grad-*K512*bfloat16",
     FUSED: "numbers/fused_infer_attention_score-*lse-*bfloat16",
     PFA: "numbers/prompt_flash_attention-*float16",
-    SCATTER: "numbers/scatter_pa_kv_cache_-*bfloat16",
-    UPDATE: "numbers/attention_update-*bfloat16",
+    SCATTER: "numbers/scatter_pa_kv_cache_-*bfloat16", UPDATE: "numbers/attention_update-*bfloat16",
     FIA: "numbers/prompt_flash_attention-*float16",
-}
+}  # fmt: skip
 AUTOGRAD = "numbers/{}-*-through-autograd-bfloat16"
 
 # In the order of docs/hardware.md.

@@ -78,10 +78,9 @@ TRAINED = [x for x in WITHOUT_WAITING if x.differentiable and not waits_in_backw
 
 @captured
 @pytest.mark.parametrize(
-    ("recipe", "with_gradients"),
-    [*product(WITHOUT_WAITING, [False]), *product(TRAINED, [True])],
+    ("recipe", "with_gradients"), [*product(WITHOUT_WAITING, [False]), *product(TRAINED, [True])],
     ids=lambda x: getattr(x, "id", "trained" if x else "called"),
-)
+)  # fmt: skip
 def test_replays_compute_with_what_the_tensors_hold(recipe: Recipe, with_gradients: bool) -> None:
     original = recipe.make(torch.bfloat16)
     step = Step(original.to("npu"), with_gradients)

@@ -24,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 BATCHES = {"plain": {}, "left padding": padding("left"), "packed": packing()}
 SPARSE_FORWARD = {"aclnnLightningIndexer", "aclnnSparseFlashAttention"}
 SPARSE_TRAINING = SPARSE_FORWARD | {
-    "aclnnSparseFlashAttentionGrad",
-    "aclnnSparseLightningIndexerGradKLLoss",
-}
+    "aclnnSparseFlashAttentionGrad", "aclnnSparseLightningIndexerGradKLLoss",
+}  # fmt: skip
 # Padding and packed sequences are lengths.
 PACKED_FORWARD = {"aclnnFlashAttentionVarLenScoreV2"}
 PADDED_GENERATION = PACKED_FORWARD | {"aclnnFlashAttentionScoreV2"}

@@ -83,10 +83,9 @@ def test_right_calls(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [x for x in DEVICE_RECIPES if not x.operator.name.endswith("_grad")],
+    "recipe", [x for x in DEVICE_RECIPES if not x.operator.name.endswith("_grad")],
     ids=lambda recipe: recipe.id,
-)
+)  # fmt: skip
 def test_without_the_mode_nothing_waits(recipe: Recipe) -> None:
     """But for some gradients, which wait for lengths (tests/npu/test_npu_graphs.py)."""
     sample = to_npu(recipe.make(torch.bfloat16))

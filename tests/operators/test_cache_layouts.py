@@ -110,10 +110,9 @@ def test_nct_writes_to_every_layout(layout: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtypes",
-    [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)],
+    "dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)],
     ids=["key bfloat16", "key float16"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("cann", ["8.5", "9.0", "9.1"])
 def test_pa_nz_takes_half_types_that_differ(dtypes: tuple[torch.dtype, ...], cann: Any) -> None:
     with ops.limits("A2", cann=cann):
@@ -213,10 +212,9 @@ def test_the_scatter_mode_of_rank_4(mode: str, device: tuple[Any, Any]) -> None:
     torch.manual_seed(0)
     key = torch.randn(2, 9, 2, D)
     options: dict[str, Any] = {
-        "compress_lens": torch.tensor([[3, 0], [2, 5]]),
-        "seq_lens": torch.tensor([9, 7]),
+        "compress_lens": torch.tensor([[3, 0], [2, 5]]), "seq_lens": torch.tensor([9, 7]),
         "scatter_mode": mode,
-    }
+    }  # fmt: skip
     if mode != "Alibi":
         options["compress_seq_offset"] = torch.tensor([2, 1, -1, 0])
     slots = torch.tensor([[0, 10], [20, 30]])

@@ -50,10 +50,9 @@ def test_a_wrong_call_is_refused_on_fake_tensors(row: WrongCall) -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    list({(r.operator, r.case, r.dtype, r.limits_of_good): r for r in WRONG_CALLS}.values()),
+    "row", list({(r.operator, r.case, r.dtype, r.limits_of_good): r for r in WRONG_CALLS}.values()),
     ids=good_id,
-)
+)  # fmt: skip
 def test_the_call_that_was_changed_is_good(row: WrongCall) -> None:
     """The unchanged call must be valid; otherwise its error would prove nothing."""
     with ascend_attn_ops.limits(row.limits_of_good):

@@ -145,10 +145,9 @@ def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [r for r in SAMPLES if "lightning" in r.operator.name or "sparse" in r.operator.name],
+    "recipe", [r for r in SAMPLES if "lightning" in r.operator.name or "sparse" in r.operator.name],
     ids=lambda recipe: recipe.id,
-)
+)  # fmt: skip
 def test_lists_are_compiled(recipe: Recipe) -> None:
     sample = converted(recipe.make(torch.bfloat16), as_list)
     torch._dynamo.reset()

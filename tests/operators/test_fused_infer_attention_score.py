@@ -72,9 +72,8 @@ def test_fractals_that_are_one_piece_of_memory() -> None:
     fractal = torch.randn(2, NK, 1, 16, 16).bfloat16()
     query = torch.randn(1, N, 2, D).bfloat16()
     options = {
-        "block_table": torch.tensor([[1, 0]], dtype=torch.int32),
-        "actual_seq_lengths_key": [20],
-    }
+        "block_table": torch.tensor([[1, 0]], dtype=torch.int32), "actual_seq_lengths_key": [20],
+    }  # fmt: skip
     expanded = fractal.expand(-1, -1, D // 16, -1, -1)
     actual = attend(query, expanded, expanded, **options)
     assert_same_bits(actual, attend(query, *[expanded.contiguous()] * 2, **options))
@@ -194,10 +193,9 @@ def test_the_cache_is_not_copied() -> None:
     cache = torch.zeros(1024, 128, NK * D, dtype=torch.bfloat16)
     query = torch.randn(2, 1, N * D).bfloat16()
     options = {
-        "layout": "BSH",
-        "block_table": torch.tensor([[5], [900]], dtype=torch.int32),
+        "layout": "BSH", "block_table": torch.tensor([[5], [900]], dtype=torch.int32),
         "actual_seq_lengths_key": [100, 128],
-    }
+    }  # fmt: skip
     with torch.profiler.profile(profile_memory=True) as profile:
         attend(query, cache, cache, **options)
     most = max(abs(x.self_cpu_memory_usage) for x in profile.key_averages())

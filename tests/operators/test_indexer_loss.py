@@ -147,10 +147,9 @@ def test_no_lengths_as_an_array() -> None:
 
 
 @pytest.mark.parametrize(
-    "normalizer",
-    [5.0, 5, np.float32(5), torch.tensor(5.0), torch.tensor([5])],
+    "normalizer", [5.0, 5, np.float32(5), torch.tensor(5.0), torch.tensor([5])],
     ids=["float", "int", "numpy", "0-d", "1-d"],
-)
+)  # fmt: skip
 def test_normalizer_divides_the_sum(normalizer: Any) -> None:
     sample = sample_of(TND)
     for x, y in zip(gradients(sample, normalizer=normalizer), gradients(sample), strict=True):

@@ -24,10 +24,9 @@ score = ops.flash_attention_score
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize(
-    "shape",
-    [(B, 1, 1, 9), (1, 1, 1, 9), (B, N, 1, 9), (1, N, 6, 9), (1, N, 1, 9), (B, 1, 6, 1)],
+    "shape", [(B, 1, 1, 9), (1, 1, 1, 9), (B, N, 1, 9), (1, N, 6, 9), (1, N, 1, 9), (B, 1, 6, 1)],
     ids=str,
-)
+)  # fmt: skip
 def test_the_public_function_expands_masks(shape: tuple[int, ...], mode: int, layout: str) -> None:
     leaves = [x.requires_grad_() for x in qkv(6, 9)]
     kept = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6

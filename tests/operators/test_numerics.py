@@ -58,12 +58,11 @@ def test_no_element_is_let_off(operator: Operator, dtype: torch.dtype, bad: floa
 def test_a_sign_that_rounding_decides_may_be_either(product: float, either: bool) -> None:
     """The gradient depends on that sign, and either result is accepted."""
     inputs = {
-        "query": torch.ones(1, 1, 1, 2),
-        "key": torch.tensor([1, -1 + product]).view(1, 1, 1, 2),
+        "query": torch.ones(1, 1, 1, 2), "key": torch.tensor([1, -1 + product]).view(1, 1, 1, 2),
         "d_values": torch.ones(1, 1, 1, 1),
         "sparse_indices": torch.zeros(1, 1, 1, 1, dtype=torch.int32),
         "weights": torch.ones(1, 1, 1),
-    }
+    }  # fmt: skip
     sample = Sample("lightning_indexer_grad", "", inputs, {})
     expected = OPERATORS[sample.operator].expected
     assert expected is not None

@@ -115,10 +115,9 @@ def test_every_bit_pattern_survives(dtype: torch.dtype, mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES_950, ids=str)
 @pytest.mark.parametrize(
-    "case",
-    [c for c in CASES if c.rank == 4 or (c == replace(CacheCase(), slots=c.slots))],
+    "case", [c for c in CASES if c.rank == 4 or (c == replace(CacheCase(), slots=c.slots))],
     ids=lambda case: case.id,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("modes", [("Norm", "None"), ("PA_NZ", "Omni")], ids=str)
 def test_950_ignores_the_modes_before_cann_9_1(
     dtype: torch.dtype, case: CacheCase, modes: tuple[str, str]
@@ -170,10 +169,9 @@ def decode_step(
 # torch 2.13 loses the offset of the second of two views of one buffer that an operator mutates: any
 # torch.library.custom_op shows it as well. With dynamic=False, or in two calls, they are written.
 INDUCTOR_LOSES_AN_OFFSET = pytest.mark.xfail(
-    torch.__version__ >= (2, 13),
-    strict=True,
+    torch.__version__ >= (2, 13), strict=True,
     reason="inductor, dynamic=True, two mutated views of one buffer",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ def arguments(device: str = "cpu") -> dict[str, Any]:
         "query": bfloat16(HEADS, D, device=device),
         "sparse_indices": indices.where(indices < TOKENS, -1).to(device),
         "query_rope": bfloat16(HEADS, DR, device=device),
-        "key_rope": bfloat16(1, DR, device=device),
-        "scale_value": 192**-0.5,
-    }
+        "key_rope": bfloat16(1, DR, device=device), "scale_value": 192**-0.5,
+    }  # fmt: skip
 
 
 def attend(key: Tensor, value: Tensor, others: dict[str, Any] | None = None) -> Tensor:
@@ -66,10 +65,9 @@ def test_numbers_in_two_leaves() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    "value_of",
-    [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:], Tensor.clone],
+    "value_of", [Tensor.detach, lambda x: x.view(x.shape), lambda x: x[:], Tensor.clone],
     ids=["detach", "view", "slice", "copy"],
-)
+)  # fmt: skip
 def test_the_same_numbers_are_key(value_of: Callable[[Tensor], Tensor], device: str) -> None:
     key = bfloat16(1, D, device=device).requires_grad_()
     out = attend(key, value_of(key))

@@ -90,7 +90,6 @@ CHECKED_CALLS = [
 RIGHT_CALLS = [
     partial(selecting, "sparse_flash_attention_grad", [0, 1], 16, 23),
     partial(selecting, "sparse_flash_attention", [0, -1, 1], 8, 24),
-    partial(selecting, "sparse_flash_attention", [1, 0], 16, 23),
-    partial(writing, [-1, 5, -1, 4]),
+    partial(selecting, "sparse_flash_attention", [1, 0], 16, 23), partial(writing, [-1, 5, -1, 4]),
     partial(writing, [3, 0], compress_lens=[3, 3], seq_lens=[4, 4]),
-]
+]  # fmt: skip

@@ -114,7 +114,6 @@ def rules(operator: Operator) -> Iterator[WrongCall]:
 
 
 WRONG_CALLS = [
-    *(row for operator in OPERATORS for row in rules(operator)),
-    *page_rules(),
+    *(row for operator in OPERATORS for row in rules(operator)), *page_rules(),
     wrong_call(SPARSE_FLASH_MLA_GRAD, DEVICE, deterministic=True, limits="A2"),
-]
+]  # fmt: skip
