@@ -36,7 +36,6 @@ SIZES = [(12, 12), (7, 13), (13, 5), (1, 33), (33, 1)]
 
 each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
 each_size = pytest.mark.parametrize(("sq", "skv"), SIZES)
-each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
 # FlashAttention-3's functions too; vLLM's name of a sink, and FlashAttention-4's.
 MODULES = flash_attn, flash_attn_interface
 SINKS = [*product(MODULES, (None, "s_aux", "learnable_sink"))]
@@ -84,7 +83,7 @@ def assert_within_the_specification(
 
 
 @no_limits
-@each_group
+@pytest.mark.parametrize("key_heads", [N, 2, 1])
 @each_size
 @each_mask
 @each_sink
@@ -157,12 +156,11 @@ PACKS = [
     ([0, 5, 12], [0, 5, 12]), ([0, 5, 5, 12, 13], [0, 9, 12, 12, 40]), ([0, 30], [0, 3]),
     ([0, 0, 7], [0, 4, 11]), ([0, 0], [0, 0]),
 ]  # fmt: skip
-each_pack = pytest.mark.parametrize(("cu_q", "cu_k"), PACKS, ids=str)
 
 
 @no_limits
 @pytest.mark.parametrize("behind", [0, 3])
-@each_pack
+@pytest.mark.parametrize(("cu_q", "cu_k"), PACKS, ids=str)
 @each_mask
 @each_sink
 def test_packed_sequences(

@@ -58,14 +58,6 @@ def expected_of(
     return torch.cat(out), torch.cat(lse)
 
 
-each_options = pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"window_size": (4, 0)}, {"window_size": (6, 1)}, {"slopes": ()},
-     {"causal": True, "slopes": (B,)}, {"causal": True, "s_aux": torch.arange(N).double()}],
-    ids=str,
-)  # fmt: skip
-
-
 def with_slopes(options: dict[str, Any]) -> dict[str, Any]:
     options = dict(options)
     if "slopes" in options:
@@ -76,7 +68,12 @@ def with_slopes(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("new", [0, 1, 3])
 @pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9]], ids=str)
-@each_options
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (4, 0)}, {"window_size": (6, 1)}, {"slopes": ()},
+     {"causal": True, "slopes": (B,)}, {"causal": True, "s_aux": torch.arange(N).double()}],
+    ids=str,
+)  # fmt: skip
 def test_attends_to_what_the_cache_holds(
     options: dict[str, Any], lengths: list[int], new: int
 ) -> None:

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 each_operator = pytest.mark.parametrize(
     "recipe", FIRST_DIFFERENTIABLE, ids=lambda recipe: recipe.operator.name
 )
-each_namespace = pytest.mark.parametrize("namespace", [ops, torch.ops.ascend], ids=["ops", "torch"])
 
 Function = Callable[..., Tensor]
 
@@ -53,7 +52,7 @@ def examples(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.stack((x.flip(0), x, 0.5 * x)) for x in tensors)
 
 
-@each_namespace
+@pytest.mark.parametrize("namespace", [ops, torch.ops.ascend], ids=["ops", "torch"])
 @each_operator
 def test_grad(recipe: Recipe, namespace: Any) -> None:
     sample = recipe.make(torch.float32)

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
-each_recipe = pytest.mark.parametrize("recipe", OUT_RECIPES, ids=lambda recipe: recipe.id)
 each_device = pytest.mark.parametrize("device", ["cpu", "meta"])
 
 
@@ -73,7 +72,7 @@ def test_the_schema_is_the_operators_and_its_outputs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @by_turns(8)
-@each_recipe
+@pytest.mark.parametrize("recipe", OUT_RECIPES, ids=lambda recipe: recipe.id)
 def test_the_bytes_are_those_of_the_operator(recipe: Recipe, dtype: torch.dtype) -> None:
     call = out_call(recipe, dtype)
     addresses = [x.data_ptr() for x in call.outputs]

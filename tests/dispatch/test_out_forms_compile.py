@@ -14,7 +14,6 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
-each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
 each_layout = pytest.mark.parametrize(
     "recipe",
     first_of_each(OUT_RECIPES, lambda x: (x.operator.name, x.layout), lambda x: x.operator.name),
@@ -75,7 +74,7 @@ def check_compiled(recipe: Recipe, backend: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=nightly)])
-@each_form
+@pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
 def test_outputs_made_in_the_graph(operator: Operator, backend: str) -> None:
     """And parts of a larger tensor, whose other elements stay."""
     call = out_call(next(x for x in OUT_RECIPES if x.operator is operator))

@@ -32,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 each_dtype = pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float16, marks=nightly), torch.bfloat16], ids=str
 )
-each_recipe = pytest.mark.parametrize("recipe", one_of_each(filter(is_launched, RECIPES)))
-each_differentiable = pytest.mark.parametrize(
-    "recipe", one_of_each(filter(is_launched, DIFFERENTIABLE_RECIPES))
-)
 
 
 def on_npu(sample: Sample) -> Sample:
@@ -58,7 +54,7 @@ def cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @each_dtype
-@each_recipe
+@pytest.mark.parametrize("recipe", one_of_each(filter(is_launched, RECIPES)))
 def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
     sample = as_launched(recipe.make(dtype))
     expected = sample.call(torch.ops.ascend)
@@ -88,7 +84,7 @@ def test_public_functions(operator: Operator) -> None:
 
 
 @each_dtype
-@each_differentiable
+@pytest.mark.parametrize("recipe", one_of_each(filter(is_launched, DIFFERENTIABLE_RECIPES)))
 def test_gradients(recipe: Recipe, dtype: torch.dtype) -> None:
     sample = as_launched(recipe.make(dtype))
     assert_same_bits(cpu(gradients(on_npu(sample))), gradients(sample))

@@ -18,9 +18,6 @@ FUNCTIONS = [(row["operator"], function) for row in table() for function in row[
 # The phases that run on the thread of the task queue, at each of its levels.
 PHASES_ON_QUEUE: dict[int, tuple[int, ...]] = {0: (), 1: (2,), 2: (-1, 0, 1, 2)}
 
-each_function = pytest.mark.parametrize(("operator", "function"), FUNCTIONS)
-each_fault = pytest.mark.parametrize("name", FAULTS)
-
 
 def ask(what: str) -> dict[str, Any]:
     """Returns the value of a call of faulty_calls.py in a process of its own."""
@@ -66,8 +63,8 @@ def line_of(operator: str, function: str, fault: Fault) -> str:
     return rf"ascend::{operator}: {function}{phase}: {what}{MESSAGE} {code}"
 
 
-@each_function
-@each_fault
+@pytest.mark.parametrize(("operator", "function"), FUNCTIONS)
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault(operator: str, function: str, name: str, calls_of: dict[str, Any]) -> None:
     fault = FAULTS[name]
     if function not in calls_of:

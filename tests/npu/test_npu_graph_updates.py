@@ -104,10 +104,8 @@ CALLS: dict[str, tuple[Callable[..., list[Tensor]], Callable[[], list[Tensor]], 
     ),
 }  # fmt: skip
 
-each_call = pytest.mark.parametrize("name", CALLS)
 
-
-@each_call
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("no_leak")
 def test_updated_lengths(name: str) -> None:
     """Updates two layers in one graph, with later work that reads their outputs."""

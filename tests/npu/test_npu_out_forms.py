@@ -10,8 +10,6 @@ from support.samples import Operator, Recipe, bytes_of
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
-each_form = pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
-
 
 def on_npu(recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> OutCall:
     call = out_call(recipe, dtype)
@@ -37,7 +35,7 @@ def test_the_bytes_are_those_of_the_cpu(recipe: Recipe) -> None:
     assert [x.data_ptr() for x in call.outputs] == addresses
 
 
-@each_form
+@pytest.mark.parametrize("operator", FORMS, ids=lambda operator: operator.name)
 def test_two_devices_and_one_call(operator: Operator) -> None:
     """Inputs on the CPU do not go to a kernel of the NPU, whatever the outputs are."""
     call = good(operator)

@@ -16,8 +16,6 @@ from torch import Tensor
 FUNCTION = "aclnnScatterPaKvCache"
 DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-
 
 def caches(sample: Sample) -> list[Tensor]:
     found = [x for name, x in sample.tensors.items() if name.endswith("_cache")]
@@ -38,7 +36,7 @@ def strided(sample: Sample) -> Sample:
     )  # fmt: skip
 
 
-@each_case
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("no_limits", "no_leak")
 def test_the_caches_are_those_of_the_cpu(case: CacheCase, dtype: torch.dtype) -> None:

@@ -33,10 +33,6 @@ def is_of_values(row: WrongCall) -> bool:
 
 
 VALUE_RULES = [row for row in WRONG_CALLS if is_of_values(row)]
-each_value_rule = pytest.mark.parametrize(
-    "row", VALUE_RULES, ids=lambda row: f"{row.operator.name}-{row.id}"
-)
-each_recipe = pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 
 
 def error_of(call: Callable[[], object]) -> tuple[type[Exception], str]:
@@ -63,7 +59,7 @@ def test_every_operator_has_wrong_values() -> None:
     assert {row.operator.name for row in VALUE_RULES} == OPERATORS.keys() - set(UNCHECKED)
 
 
-@each_value_rule
+@pytest.mark.parametrize("row", VALUE_RULES, ids=lambda row: f"{row.operator.name}-{row.id}")
 def test_the_error_is_that_of_the_cpu(row: WrongCall) -> None:
     sample = row.wrong()
     with ops.limits(row.limits):
@@ -73,7 +69,7 @@ def test_the_error_is_that_of_the_cpu(row: WrongCall) -> None:
             assert error_of(lambda: on_npu.call(torch.ops.ascend)) == expected
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", DEVICE_RECIPES, ids=lambda recipe: recipe.id)
 def test_right_calls(recipe: Recipe) -> None:
     sample = recipe.make(torch.bfloat16)
     with ops.check_values():

@@ -52,7 +52,6 @@ LAYOUTS: list[tuple[str, Callable[[Tensor], Tensor]]] = [
     ("Norm", by_heads), ("Norm", with_gaps), ("Norm", by_heads_with_gaps),
     ("PA_NZ", five_axes), ("PA_NZ", with_gaps), ("PA_NZ", five_axes_with_gaps),
 ]  # fmt: skip
-each_layout = pytest.mark.parametrize(("mode", "layout"), LAYOUTS)
 
 
 def new_caches(mode: str, dtypes: list[torch.dtype]) -> list[Tensor]:
@@ -84,7 +83,7 @@ def _whole(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
 
 
-@each_layout
+@pytest.mark.parametrize(("mode", "layout"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_every_layout_holds_the_same_cache(
     mode: str, layout: Callable[[Tensor], Tensor], dtype: torch.dtype

@@ -378,15 +378,13 @@ def masks(sq: int, skv: int) -> dict[str, tuple[dict[str, Any], Rule]]:
     }
 
 
-each_mask = pytest.mark.parametrize("name", masks(1, 1))
-each_size = pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (13, 9), (70, 600)])
 each_group = pytest.mark.parametrize("key_heads", [N, 2, 1])
 
 
 @by_turns(3)
 @each_group
-@each_size
-@each_mask
+@pytest.mark.parametrize(("sq", "skv"), [(12, 12), (7, 13), (13, 9), (70, 600)])
+@pytest.mark.parametrize("name", masks(1, 1))
 def test_masks_of_scaled_dot_product_attention(
     name: str, sq: int, skv: int, key_heads: int
 ) -> None:

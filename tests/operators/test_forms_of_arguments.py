@@ -100,8 +100,6 @@ SAMPLES = list(
     }.values()
 )
 
-each_sample = pytest.mark.parametrize("recipe", SAMPLES, ids=lambda recipe: recipe.id)
-
 
 def as_list(lengths: Any) -> Any:
     return lengths.tolist() if isinstance(lengths, Tensor) else lengths
@@ -129,7 +127,7 @@ def test_every_operator_with_lengths_is_here() -> None:
     assert {recipe.operator.name for recipe in SAMPLES} == with_lengths
 
 
-@each_sample
+@pytest.mark.parametrize("recipe", SAMPLES, ids=lambda recipe: recipe.id)
 @pytest.mark.parametrize("convert", [as_list, as_tensor, as_tuple_of_numbers])
 def test_lists_and_tensors(recipe: Recipe, convert: Callable[[Any], Any]) -> None:
     sample = recipe.make(torch.bfloat16)

@@ -29,7 +29,6 @@ SCENARIOS = list(
     {(c.cache_mode, c.scatter, c.rank, c.key_only): c for c in reversed(CASES)}.values()
 )
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 each_scenario = pytest.mark.parametrize("case", SCENARIOS, ids=lambda case: case.id)
 OPERATOR = torch.ops.ascend.scatter_pa_kv_cache_.default
 
@@ -60,7 +59,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(x, y), f"{int((x != y).sum())} bytes differ"
 
 
-@each_case
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_writes_the_bytes_of_the_reference(case: CacheCase, dtype: torch.dtype) -> None:
     """The mean as well: float32, in the order of the rows. And what it reads stays."""
