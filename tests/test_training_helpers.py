@@ -170,8 +170,7 @@ def test_gradients_are_those_of_the_sum_of_losses(
     output = run(hidden, main, side)
     output.sum().backward()
     expected = gradients_of_the_sum(scale)
-    for actual, other in zip((output, main.grad, side.grad), expected, strict=True):
-        torch.testing.assert_close(actual, other)
+    torch.testing.assert_close((output, main.grad, side.grad), tuple(expected))
 
 
 def test_output_is_unchanged_and_the_loss_needs_no_gradient_of_it() -> None:

@@ -58,8 +58,7 @@ def test_replays_go_on_where_the_last_call_ended(name: str) -> None:
         graph.replay()
         found.append(result.cpu())
     found.append(draw().cpu())
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert not torch.equal(found[0], found[1])
 
 

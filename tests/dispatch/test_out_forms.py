@@ -40,8 +40,7 @@ def assert_refused(call: OutCall, kind: type[Exception], argument: str, expected
     form = rf"ascend::{call.operator.name}: {re.escape(argument)}: expected .+, got .+ \[ACLNN_.+\]"
     assert re.fullmatch(form, str(raised.value)), raised.value
     assert re.search(expected, str(raised.value)), raised.value
-    for x, y in zip(call.bytes(), before, strict=True):
-        assert torch.equal(x, y)
+    assert all(torch.equal(x, y) for x, y in zip(call.bytes(), before, strict=True))
 
 
 def names(call: OutCall) -> list[str]:
@@ -240,8 +239,7 @@ def test_a_wrong_call_writes_nothing(row: WrongCall) -> None:
     with ascend_attn_ops.limits(row.limits), pytest.raises(row.exception) as raised:
         call.run()
     row.check_message(str(raised.value))
-    for x, y in zip(call.bytes(), before, strict=True):
-        assert torch.equal(x, y)
+    assert all(torch.equal(x, y) for x, y in zip(call.bytes(), before, strict=True))
 
 
 @each_form

@@ -51,8 +51,7 @@ def test_the_caches_are_those_of_the_cpu(case: CacheCase, dtype: torch.dtype) ->
     for on_npu in variants:
         on_npu = copy_of_caches(on_npu)
         assert on_npu.call(torch.ops.ascend) == ()
-        for x, y in zip(caches(on_npu), caches(on_cpu), strict=True):
-            assert torch.equal(x, y)
+        assert all(torch.equal(x, y) for x, y in zip(caches(on_npu), caches(on_cpu), strict=True))
 
 
 def recorded(call: Any) -> dict[str, Any]:

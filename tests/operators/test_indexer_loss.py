@@ -111,13 +111,11 @@ def test_mean(case: SparseCase) -> None:
     sample, weight = sample_of(case), weight_of(case, torch.float64)
     valid = valid_tokens(case)
     total, mean = gradients(sample), gradients(sample, reduction="mean")
-    for x, y in zip(mean, total, strict=True):
-        torch.testing.assert_close(x, y / valid.sum())
+    torch.testing.assert_close(mean, tuple(x / valid.sum() for x in total))
     # The padding's weights do not count, whatever they are.
     weight[~valid] = torch.nan
     total, mean = (gradients(sample, token_weight=weight, reduction=x) for x in ("sum", "mean"))
-    for x, y in zip(mean, total, strict=True):
-        torch.testing.assert_close(x, y / weight[valid].sum())
+    torch.testing.assert_close(mean, tuple(x / weight[valid].sum() for x in total))
 
 
 def test_mean_of_nothing_is_zero() -> None:

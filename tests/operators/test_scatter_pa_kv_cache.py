@@ -197,8 +197,7 @@ def test_a_compiled_decode_step_updates_the_cache(backend: str, shared: bool) ->
             slots = torch.randperm(40)[:tokens].int()
             out = compiled(key, value, query, ours, slots)
             torch.testing.assert_close(out, decode_step(key, value, query, eager, slots))
-            for x, y in zip(ours, eager, strict=True):
-                assert torch.equal(x, y)
+            assert all(torch.equal(x, y) for x, y in zip(ours, eager, strict=True))
 
 
 def write_in_two_calls(
@@ -218,8 +217,7 @@ def test_two_calls_write_to_one_buffer() -> None:
     compiled = torch.compile(write_in_two_calls, fullgraph=True, dynamic=True)
     compiled(key, value, ours, slots)
     write_in_two_calls(key, value, eager, slots)
-    for x, y in zip(ours, eager, strict=True):
-        assert torch.equal(x, y)
+    assert all(torch.equal(x, y) for x, y in zip(ours, eager, strict=True))
 
 
 @each_scenario
