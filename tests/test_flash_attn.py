@@ -37,8 +37,7 @@ SIZES = [(12, 12), (7, 13), (13, 5), (1, 33), (33, 1)]
 each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
 each_size = pytest.mark.parametrize(("sq", "skv"), SIZES)
 # FlashAttention-3's functions too; vLLM's name of a sink, and FlashAttention-4's.
-MODULES = flash_attn, flash_attn_interface
-SINKS = [*product(MODULES, (None, "s_aux", "learnable_sink"))]
+SINKS = [*product((flash_attn, flash_attn_interface), (None, "s_aux", "learnable_sink"))]
 each_sink = pytest.mark.parametrize(("module", "name"), SINKS)
 
 

@@ -76,10 +76,7 @@ def test_every_statement_of_the_page_is_probed_or_has_a_reason(operator: str) ->
     assert [x for x in blocks(SECTIONS[operator]) if not any(y in x for y in quotes)] == []
 
 
-def test_every_reason_is_given() -> None:
-    assert all(x.why for x in UNPROBED)
-
-
-def test_names_are_unique() -> None:
+def test_names_are_unique_and_every_reason_is_given() -> None:
     names = [fact.id for fact in STATEMENTS]
     assert len(names) == len(set(names))
+    assert all(x.why for x in UNPROBED)
