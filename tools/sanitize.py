@@ -58,7 +58,7 @@ ADDRESSES = Plan(
         "UBSAN_OPTIONS": "print_stacktrace=1",
     },
     ["errors", "errors_python", "direct_call", "numerics", "infinities", "operators", "limits",
-     "cache_layouts", "memory_and_sizes", "sequence_lengths", "scatter_pa_kv_cache", "threads"],
+     "cache_layouts", "memory_and_sizes", "forms_of_arguments", "scatter_pa_kv_cache", "threads"],
     ["errors", "faults", "equals_cpu", "scatter_pa_kv_cache", "concurrency"],
 )  # fmt: skip
 THREADS = Plan(
@@ -66,7 +66,7 @@ THREADS = Plan(
     ["-fsanitize=thread", "-fno-omit-frame-pointer"],
     ["libtsan.so", "openmp_for_tsan.cpp", "libstdc++.so"],
     {"TSAN_OPTIONS": "exitcode=0:history_size=4"},
-    ["threads", "limits_of_threads", "parts_of_keys"],
+    ["threads", "limits"],
     [],
 )
 BEGIN = re.compile(
