@@ -29,9 +29,9 @@ def enable(*, stand_in: bool = False) -> None:
 
     The operators that this library computes get kernels for the CPU, for the device "meta" and so
     for fake tensors, with gradients where torch_npu has them. Their kernels for the NPU stay as
-    they are. An argument that is not computed here is an error that names it. So do the operators
-    of DeepSeek's models in ``cann_ops_transformer.ops``, and in ``torch.ops._C_ascend``, which
-    vLLM-Ascend has.
+    they are. An argument that is not computed here is an error that names it. The same holds for
+    DeepSeek's operators in ``cann_ops_transformer.ops`` and in vLLM-Ascend's
+    ``torch.ops._C_ascend``.
 
     Calling it again has no effect; :func:`disable` undoes it.
 
@@ -69,7 +69,7 @@ def enable(*, stand_in: bool = False) -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`: remove the kernels and, where it made one, the module ``torch_npu``.
+    """Undo :func:`enable`: remove the kernels and the modules that it made.
 
     Operators of the stand-in that were kept in variables must not be called any more. Calling it
     again has no effect.
