@@ -20,6 +20,7 @@ N, NK, D, ROPE = 4, 2, 16, 8
 B, SQ, SKV = 2, 9, 12
 DENSE, PACK = ([SQ] * B, [SKV] * B), ([5, 1, 8, 3], [9, 1, 8, 17])
 each_version = pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+each_layout = pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "TND"])
 
 
 def check_fusion(
@@ -50,7 +51,7 @@ def check_fusion(
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "TND"])
+@each_layout
 @each_version
 def test_fusion_attention(version: str, layout: str, dtype: torch.dtype) -> None:
     check_fusion(version, layout, dtype)
