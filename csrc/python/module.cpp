@@ -9,6 +9,7 @@
 
 #include "core/device_in_force.h"
 #include "core/error.h"
+#include "core/lengths.h"
 #include "core/limits.h"
 #include "core/sparse_mode.h"
 #include "core/tensor_checks.h"
@@ -97,7 +98,8 @@ py::tuple cann_versions() {
 }
 
 // The first, the smallest and the largest of integers of one axis; None for tensors that are not on
-// the host, or whose values cannot be read as they lie.
+// the host, that have more of them than an operator takes, or whose values cannot be read as they
+// lie.
 std::optional<std::array<int64_t, 3>> bounds_of(const at::Tensor& integers) {
   constexpr c10::DispatchKeySet kOther{c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor,
                                        c10::DispatchKey::FuncTorchGradWrapper,
@@ -105,7 +107,8 @@ std::optional<std::array<int64_t, 3>> bounds_of(const at::Tensor& integers) {
   const auto dtype = integers.scalar_type();
   if (!integers.is_cpu() || integers.layout() != at::kStrided ||
       integers.key_set().has_any(kOther) || (dtype != at::kInt && dtype != at::kLong) ||
-      integers.dim() != 1 || integers.numel() == 0 || !has_memory(integers)) {
+      integers.dim() != 1 || integers.numel() == 0 || integers.numel() > kMostLengths ||
+      !has_memory(integers)) {
     return std::nullopt;
   }
   const auto find = [&]<typename T>(const T* at) {

@@ -209,12 +209,12 @@ def by_head(a: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def to_heads(x: Tensor, heads: int | None, layout: str) -> Tensor:
-    """Any layout to (B,N,S,D); TND and NTD to (1,N,T,D)."""
+    """Any layout to (B,N,S,D); TND and NTD to (1,N,T,D). torch takes a bool for a number."""
     match layout:
         case "BSH":
-            return x.unflatten(2, (heads, -1)).transpose(1, 2)
+            return x.unflatten(2, (int(heads or 0), -1)).transpose(1, 2)
         case "SBH":
-            return x.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+            return x.unflatten(2, (int(heads or 0), -1)).permute(1, 2, 0, 3)
         case "BSND":
             return x.transpose(1, 2)
         case "TND":
