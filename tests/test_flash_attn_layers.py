@@ -79,7 +79,7 @@ def test_rotary_errors() -> None:
     x, table = torch.randn(2, 5, 3, 8), torch.rand(9, 4)
     for arguments, error in (
         ((x[0], table, table), r"x: expected shape \(batch_size, seqlen, nheads, headdim\)"),
-        ((x, torch.rand(9, 5), table), "cos: expected the shape of cos, at most 4 numbers"),
+        ((x, torch.rand(9, 5), table), "cos: expected the shape of cos, at most 4 elements"),
         ((x, table, table[1:]), "sin: expected the shape of cos"),
     ):
         with pytest.raises(ValueError, match=f"apply_rotary_emb: {error}"):

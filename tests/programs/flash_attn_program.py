@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.bert_padding import pad_input, unpad_input
 from torch import Tensor, nn
 
 HEADS, KEY_HEADS, SIZE, HIDDEN = 4, 2, 64, 96
@@ -28,6 +29,10 @@ class MHA(nn.Module):
                 q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True
             )
         return self.out(out.flatten(-2))
+
+    def padded(self, x: Tensor, mask: Tensor) -> Tensor:
+        tokens, indices, cu_seqlens, longest, _ = unpad_input(x, mask)
+        return pad_input(self(tokens, cu_seqlens, longest), indices, *mask.shape)
 
     def decode(self, x: Tensor, cache: tuple[Tensor, Tensor], cache_seqlens: Tensor) -> Tensor:
         q, k, v = self.project(x)

@@ -68,6 +68,17 @@ def test_packed_training(models: tuple[nn.Module, nn.Module], compiled: bool) ->
     plain.assert_same_gradients(model, judge, torch.bfloat16)
 
 
+def test_padded_training(models: tuple[nn.Module, nn.Module]) -> None:
+    model, judge = models
+    x, mask = hidden(2, 40), torch.arange(40) < torch.tensor([[40], [17]])
+    out = model.padded(x, mask)
+    assert not out[~mask].any()
+    plain.assert_close(out[mask], by_definition(judge, x[mask], [40, 57]), torch.bfloat16, "out")
+    out.float().square().sum().backward()
+    by_definition(judge, x[mask], [40, 57]).square().sum().backward()
+    plain.assert_same_gradients(model, judge, torch.bfloat16)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("compiled", [False, True])
 def test_decoding(program: ModuleType, models: tuple[nn.Module, nn.Module], compiled: bool) -> None:

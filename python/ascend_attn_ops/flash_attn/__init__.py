@@ -77,7 +77,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`. Names that were imported meanwhile stay with who imported them."""
+    """Undo :func:`enable`. Modules that have imported its names keep them."""
     global _enabled
     if _enabled is not None:
         _enabled.undo()

@@ -20,13 +20,13 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Turn pairs of a head's numbers by angles that grow with the position, with gradients.
+    """Rotate pairs of a head's elements by angles that grow with the position, with gradients.
 
-    The turn is computed in float32 (float64 for a float64 x).
+    The rotation is computed in float32 (float64 for a float64 x).
 
     Args:
         x: (batch_size, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
-        cos, sin: (positions, rotary_dim / 2), where rotary_dim is at most headdim. The numbers
+        cos, sin: (positions, rotary_dim / 2), where rotary_dim is at most headdim. The elements
             behind rotary_dim stay as they are.
         interleaved: whether a pair is two neighbours; otherwise it has one number in each half of
             rotary_dim.
@@ -56,7 +56,7 @@ def apply_rotary_emb(
     for argument, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, argument, table, 2, "(positions, rotary_dim / 2)")
         if table.shape != cos.shape or 2 * table.shape[1] > x.shape[-1]:
-            expected = f"the shape of cos, at most {x.shape[-1] // 2} numbers in a row"
+            expected = f"the shape of cos, at most {x.shape[-1] // 2} elements in a row"
             raise wrong(ValueError, name, argument, expected, shown(table))
     offset = seqlen_offsets
     if cu_seqlens is None:
@@ -71,26 +71,29 @@ def apply_rotary_emb(
             # Tokens behind the last sequence take the last offset.
             offset = offset[sequence.clamp(max=len(offset) - 1)]
     position = position + offset
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    cos, sin = (table[position].unsqueeze(-2).to(wide) for table in (cos, sin))
-    turning, rest = x.tensor_split([2 * cos.shape[-1]], -1)
-    turning = turning.to(wide)
-    first, second = (
-        turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
-    )
-    turned = first * cos - second * sin, first * sin + second * cos
-    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    out = torch.cat((out.to(x.dtype), rest), -1)
+    out = _rotated(x, cos[position].unsqueeze(-2), sin[position].unsqueeze(-2), interleaved)
     return x.copy_(out) if inplace else out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x rotated by angles whose cos and sin broadcast to (..., nheads, rotary_dim / 2)."""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    cos, sin = cos.to(wide), sin.to(wide)
+    rotary, rest = x.tensor_split([2 * cos.shape[-1]], -1)
+    pairs = rotary.to(wide)
+    first, second = pairs.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else pairs.chunk(2, -1)
+    both = first * cos - second * sin, first * sin + second * cos
+    out = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return torch.cat((out.to(x.dtype), rest), -1)
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates the queries and keys of one tensor by their positions.
 
-    Position p turns pair i by ``p * base ** (-2 * i / dim)``.
+    Position p rotates pair i by ``p * base ** (-2 * i / dim)``.
 
     Args:
-        dim: how many numbers of a head are turned.
+        dim: how many elements of a head are rotated.
         base: of the angles.
         interleaved: as in :func:`apply_rotary_emb`.
         scale_base: only None.
@@ -132,28 +135,27 @@ class RotaryEmbedding(nn.Module):
                 seqlen, nheads, headdim).
             kv: (batch_size, seqlen, 2, nheads_k, headdim).
             seqlen_offset: as in :func:`apply_rotary_emb`.
-            max_seqlen: the positions that are needed, where seqlen_offset is a tensor.
+            max_seqlen: not needed: no table of angles is kept.
 
         Returns:
             qkv, or (q, kv), of their shapes and dtypes.
         """
-        longest = max_seqlen or qkv.shape[1]
-        if max_seqlen is None:
-            longest = longest + (
-                int(seqlen_offset.max()) if isinstance(seqlen_offset, Tensor) else seqlen_offset
-            )
-        angles = torch.arange(longest, device=qkv.device, dtype=torch.float32).outer(self.inv_freq)
+        position = torch.arange(qkv.shape[1], device=qkv.device)
+        if isinstance(seqlen_offset, Tensor):
+            seqlen_offset = seqlen_offset[:, None]
+        position = position + seqlen_offset
+        angles = position[..., None, None].float() * self.inv_freq
         tables = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
 
-        def turned(x: Tensor) -> Tensor:
-            return apply_rotary_emb(x, *tables, self.interleaved, seqlen_offsets=seqlen_offset)
+        def rotated(x: Tensor) -> Tensor:
+            return _rotated(x, *tables, self.interleaved)
 
         if kv is not None:
             key, value = kv.unbind(2)
-            return turned(qkv), torch.stack((turned(key), value), 2)
+            return rotated(qkv), torch.stack((rotated(key), value), 2)
         if num_heads_q is not None:
             heads = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
-            turning, value = qkv.tensor_split([heads], 2)
-            return torch.cat((turned(turning), value), 2)
+            rotating, value = qkv.tensor_split([heads], 2)
+            return torch.cat((rotated(rotating), value), 2)
         query, key, value = qkv.unbind(2)
-        return torch.stack((turned(query), turned(key), value), 2)
+        return torch.stack((rotated(query), rotated(key), value), 2)
