@@ -47,11 +47,11 @@ def fused(
     for argument, x in tensors.items():
         if x.dtype not in _FLOATS:
             raise unsupported(name, argument, "float16 or bfloat16", x)
-    if pse_shift is not None:
-        return _biased(name, tensors, layout, pse_shift, options)
     sink = options.get("sink")
     if sink is not None and sink.dtype not in _HALVES:
         raise unsupported(name, "learnable_sink", "float16 or bfloat16", sink)
+    if pse_shift is not None:
+        return _biased(name, tensors, layout, pse_shift, options)
     tensors |= {x: options[x] for x in ("query_rope", "key_rope") if options.get(x) is not None}
     if layout == "NSD":
         in_pages = options["block_table"] is not None
@@ -93,9 +93,9 @@ def fused_out(
     name: str, out: Sequence[Tensor], return_softmax_lse: bool, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """`fused` into `out`, whose second tensor has any shape unless the log-sum-exp is wanted."""
-    results = fused(name, return_softmax_lse=return_softmax_lse, **options)
     if len(out) != 2:
         raise ValueError(f"{name}: out: expected two tensors, got {len(out)}")
+    results = fused(name, return_softmax_lse=return_softmax_lse, **options)
     _write(name, out[: 1 + return_softmax_lse], results)
     return out[0], out[1]
 
@@ -127,7 +127,9 @@ def workspace(query: Tensor, **options: Any) -> Tensor:
 
 
 def _write(name: str, into: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    for given, result in zip(into, results, strict=False):
+    pairs = list(zip(into, results, strict=False))
+    for given, result in pairs:
         if given.shape != result.shape or given.dtype != result.dtype:
             raise ValueError(f"{name}: out: expected {shown(result)}, got {shown(given)}")
+    for given, result in pairs:
         given.copy_(result)

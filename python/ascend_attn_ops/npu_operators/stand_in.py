@@ -39,5 +39,5 @@ def install(name: str, release: str, patch: Patch) -> StandIn:
     patch.set_item(sys.modules, name, module)
     parent, _, attribute = name.rpartition(".")
     if parent:
-        setattr(install(parent, release, patch), attribute, module)
+        patch.set_attribute(install(parent, release, patch), attribute, module)
     return module
