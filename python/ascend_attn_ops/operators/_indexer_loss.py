@@ -110,8 +110,7 @@ def prepared_target(
     if sparse_indices.numel() == target.numel():  # the operator refuses others
         target = target.masked_fill(sparse_indices.view(target.shape) < 0, 0)
     if normalize:
-        mass = target.sum(-1, keepdim=True)
-        target = target / torch.where(mass == 0, 1, mass)
+        target = target / one_for_zero(target.sum(-1, keepdim=True))
     factors = None
     if token_weight is not None:
         factors = token_weight.detach().to(target.dtype)
@@ -139,13 +138,12 @@ def tokens_of(
         token_weight = torch.where(
             torch.arange(batches[-1], device=query.device) < ends, token_weight, 0
         )
-    total = token_weight.sum(dtype=dtype)
-    return torch.where(total == 0, 1, total)
+    return one_for_zero(token_weight.sum(dtype=dtype))
 
 
 def check_attention(attention: Sequence[Tensor | float | None], target: Tensor | None) -> None:
     """Raises unless the target is given, or all of what it is computed from."""
-    for name, x in zip(_OF_ATTENTION, attention, strict=False):
+    for name, x in zip(_OF_ATTENTION, attention, strict=True):
         if target is not None and x is not None:
             raise wrong(ValueError, _NAME, name, "None beside a target", shown(x))
         if target is None and x is None and not name.endswith("_rope"):
