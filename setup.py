@@ -37,7 +37,7 @@ COMPILE_ARGS += ["-Wno-missing-braces"]
 VECTOR_UNITS = ("baseline", "avx2", "avx512")
 # Such as --coverage: for the compiler and the linker, after all others.
 FLAGS = shlex.split(os.environ.get("ASCEND_ATTN_OPS_FLAGS", ""))
-# Read by python/ascend_attn_ops/_built_with.py before it loads what was compiled.
+# Read by python/ascend_attn_ops/_core/built_with.py before it loads what was compiled.
 BUILT_WITH = "built_with.json"
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.masks import sparse_mode_mask
+from ascend_attn_ops._core.sparse_modes import sparse_mode_mask
 from harness import Call, Row, extra_memory, measure, recorder, report
 from results import parser
 from torch import Tensor

@@ -80,7 +80,7 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
         "num_key_value_heads": case.key_heads,
         "layout": "BSND",
         "sparse_mode": 3,
-        "atten_mask": ascend_attn_ops.masks.compressed_mask(3, query.device),
+        "atten_mask": ascend_attn_ops._core.sparse_modes.compressed_mask(3, query.device),
     }
     if case.rope:
         options["query_rope"] = torch.randn(*query.shape[:3], case.rope).bfloat16()

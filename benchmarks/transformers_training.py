@@ -17,7 +17,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import torch
 import transformers
-from ascend_attn_ops.integrations.transformers import enable_dsa
+from ascend_attn_ops.transformers import enable_dsa
 from harness import extra_memory, interleaved_medians, recorder
 from results import parser
 

@@ -147,7 +147,7 @@ TORCH_LIBRARY_IMPL(ascend, Meta, m) {
 
 // The Meta kernels of operators with lengths, which may be on the host beside tensors of a device.
 // Fake tensors of two devices need a function of Python that calls these
-// (python/ascend_attn_ops/_fake.py).
+// (python/ascend_attn_ops/_core/fake.py).
 TORCH_LIBRARY(ascend_meta, m) {
   for_each_operator([&]<typename Op>() {
     if constexpr (kHasLengths<Op>) {

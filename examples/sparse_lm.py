@@ -17,7 +17,11 @@ import torch
 import torch.distributed
 from ascend_attn_ops import distributed
 from ascend_attn_ops.distributed import SequenceShards
-from ascend_attn_ops.modules import IndexerProjections, LightningIndexer, rotary_embedding
+from ascend_attn_ops.nn.lightning_indexer import (
+    IndexerProjections,
+    LightningIndexer,
+    rotary_embedding,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 

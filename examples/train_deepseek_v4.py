@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import transformers
-from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa
+from ascend_attn_ops.transformers import disable_dsa, enable_dsa
 from npu import register_npu
 from precision import add_dtype, autocast, choose_dtype
 from python_corpus import load_corpus, sample_windows

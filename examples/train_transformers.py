@@ -30,7 +30,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import torch
 import transformers
-from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa
+from ascend_attn_ops.transformers import disable_dsa, enable_dsa
 from evaluate import SELECTIONS, captured_mass, mean, top_k
 from npu import register_npu
 from python_corpus import load_corpus, sample_windows

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops import flash_attn, flash_attn_interface
-from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
+from ascend_attn_ops import flash_attn
+from ascend_attn_ops.flash_attn import flash_attn_3, flash_attn_func, flash_attn_varlen_func
 from support.attention import attention
 from support.flash_attention_in_torch import (
     assert_as_stated,
@@ -37,7 +37,7 @@ SIZES = [(12, 12), (7, 13), (13, 5), (1, 33), (33, 1)]
 each_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
 each_size = pytest.mark.parametrize(("sq", "skv"), SIZES)
 # FlashAttention-3's functions too; vLLM's name of a sink, and FlashAttention-4's.
-SINKS = [*product((flash_attn, flash_attn_interface), (None, "s_aux", "learnable_sink"))]
+SINKS = [*product((flash_attn, flash_attn_3), (None, "s_aux", "learnable_sink"))]
 each_sink = pytest.mark.parametrize(("module", "name"), SINKS)
 
 

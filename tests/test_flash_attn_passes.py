@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops import flash_attn, flash_attn_interface
+from ascend_attn_ops import flash_attn
+from ascend_attn_ops.flash_attn import flash_attn_3
 from support.flash_attention_in_torch import (
     assert_as_stated,
     assert_gradients,
@@ -39,7 +40,7 @@ def qkv_of(packed: bool, queries: int = 5, keys: int = 9) -> list[Tensor]:
 
 
 @each_mask
-@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["2", "3"])
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
 def test_query_key_and_value_in_one_tensor(module: Any, mask: dict[str, Any]) -> None:
     qkv = randn(B, 7, 3, N, D)
     actual = module.flash_attn_qkvpacked_func(qkv, **mask, return_attn_probs=True)
@@ -48,7 +49,7 @@ def test_query_key_and_value_in_one_tensor(module: Any, mask: dict[str, Any]) ->
 
 def test_fewer_heads_of_keys_in_one_tensor() -> None:
     qkv = randn(B, 7, N + 2 * KV, D)
-    out = flash_attn_interface.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=N)
+    out = flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=N)
     expected, _ = attend(*qkv.split([N, KV, KV], 2), causal=True)
     assert_gradients(out, expected, [qkv])
 
@@ -182,15 +183,13 @@ def test_passes_of_flash_attention_3(packed: bool, mask: dict[str, Any]) -> None
     else:
         expected, expected_lse = attend(q, k, v, **mask)
     target = torch.empty_like(q) if packed else None
-    out, lse, *_ = flash_attn_interface._flash_attn_forward(
-        q, k, v, out_=target, causal=causal, **options
-    )
+    out, lse, *_ = flash_attn_3._flash_attn_forward(q, k, v, out_=target, causal=causal, **options)
     assert target is None or out is target
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(lse, expected_lse)
     d_out = torch.randn_like(out)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    flash_attn_interface._flash_attn_backward(
+    flash_attn_3._flash_attn_backward(
         d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=causal, **options
     )
     torch.testing.assert_close((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), d_out))
@@ -198,7 +197,7 @@ def test_passes_of_flash_attention_3(packed: bool, mask: dict[str, Any]) -> None
 
 @each_mask
 def test_functions_of_flash_attention_3(mask: dict[str, Any]) -> None:
-    assert isinstance(flash_attn_interface.flash_attn_func(*qkv_of(False), None, **mask), Tensor)
+    assert isinstance(flash_attn_3.flash_attn_func(*qkv_of(False), None, **mask), Tensor)
     q, k, v = qkv_of(True)
     used_q, used_k, sink = [5, 0, 4, 1], [4, 3, 0, 28], randn(N)
     for used in ({"seqused_k": used_k}, {"seqused_q": used_q, "seqused_k": used_k}):
@@ -206,7 +205,7 @@ def test_functions_of_flash_attention_3(mask: dict[str, Any]) -> None:
             kept(starts, used.get(name))
             for starts, name in ((CU_Q, "seqused_q"), (CU_K, "seqused_k"))
         )
-        out, lse = flash_attn_interface.flash_attn_varlen_func(
+        out, lse = flash_attn_3.flash_attn_varlen_func(
             q, k, v, cu(CU_Q), cu(CU_K), 7, 28, **{name: cu(x) for name, x in used.items()},
             **mask, s_aux=sink, return_attn_probs=True,
         )  # fmt: skip
@@ -232,7 +231,7 @@ def test_cache_of_flash_attention_3(packed: bool) -> None:
     (k_pages, table), (v_pages, _) = (in_blocks(x.split([5, 11]), 4) for x in (k, v))
     parts = zip(q.split(1), k.split([5, 11]), v.split([5, 11]), strict=True)
     expected = [attend(x, y[None], z[None], s_aux=sink) for x, y, z in parts]
-    out, lse, *_ = flash_attn_interface.flash_attn_with_kvcache(
+    out, lse, *_ = flash_attn_3.flash_attn_with_kvcache(
         q[:, 0] if packed else q, k_pages, v_pages, cache_seqlens=cu([5, 11]), page_table=table,
         causal=True, return_softmax_lse=True, learnable_sink=sink,
         cu_seqlens_q=cu([0, 1, 2]) if packed else None,
@@ -248,7 +247,7 @@ def test_what_no_operator_does(argument: str) -> None:
     x = torch.ones(B, 5, N, D)
     value: Any = 1 if argument in ("attention_chunk", "softcap") else x
     with pytest.raises(NotImplementedError, match=f"flash_attn_func: {argument}: expected"):
-        flash_attn_interface.flash_attn_func(x, x, x, **{argument: value})
+        flash_attn_3.flash_attn_func(x, x, x, **{argument: value})
 
 
 # Names in order, as flash-attn 2.8 and FlashAttention-3 have them.
@@ -276,24 +275,24 @@ block_table leftpad_k seqused_k zero_tensors num_splits",
 deterministic rng_state",
     (flash_attn, "_flash_attn_varlen_backward"): f"dout q k v out softmax_lse dq dk dv {SEQUENCES} \
 {PASS} deterministic rng_state zero_tensors",
-    (flash_attn_interface, "flash_attn_func"): f"q k v softmax_scale causal qv {DESCALE} \
+    (flash_attn_3, "flash_attn_func"): f"q k v softmax_scale causal qv {DESCALE} \
 window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin \
 return_attn_probs {SINK}",
-    (flash_attn_interface, "flash_attn_varlen_func"): f"q k v {SEQUENCES} seqused_q seqused_k \
+    (flash_attn_3, "flash_attn_varlen_func"): f"q k v {SEQUENCES} seqused_q seqused_k \
 softmax_scale causal qv {DESCALE} window_size attention_chunk softcap num_splits pack_gqa \
 deterministic sm_margin return_attn_probs {SINK} out",
-    (flash_attn_interface, "flash_attn_qkvpacked_func"): f"qkv softmax_scale causal {DESCALE} \
+    (flash_attn_3, "flash_attn_qkvpacked_func"): f"qkv softmax_scale causal {DESCALE} \
 window_size attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
-    (flash_attn_interface, "flash_attn_with_kvcache"): f"q k_cache v_cache k v qv rotary_cos \
+    (flash_attn_3, "flash_attn_with_kvcache"): f"q k_cache v_cache k v qv rotary_cos \
 rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new \
 max_seqlen_q rotary_seqlens {DESCALE} softmax_scale causal window_size attention_chunk softcap \
 rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse {SINK}",
-    (flash_attn_interface, "_flash_attn_forward"): f"q k v k_new v_new qv out_ cu_seqlens_q \
+    (flash_attn_3, "_flash_attn_forward"): f"q k v k_new v_new qv out_ cu_seqlens_q \
 cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q max_seqlen_k page_table \
 kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary {DESCALE} softmax_scale causal \
 window_size_left window_size_right attention_chunk softcap rotary_interleaved scheduler_metadata \
 num_splits pack_gqa sm_margin",
-    (flash_attn_interface, "_flash_attn_backward"): "dout q k v out softmax_lse cu_seqlens_q \
+    (flash_attn_3, "_flash_attn_backward"): "dout q k v out softmax_lse cu_seqlens_q \
 cu_seqlens_k sequed_q sequed_k max_seqlen_q max_seqlen_k dq dk dv softmax_scale is_causal \
 window_size_left window_size_right softcap deterministic sm_margin",
 }

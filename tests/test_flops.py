@@ -7,7 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops import _flops
+from ascend_attn_ops._core import flops
 from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.sparse_flash_mla import visible
@@ -284,8 +284,8 @@ def test_differentiation_is_counted_once() -> None:
 def test_the_formulas_can_be_taken_back() -> None:
     packet = torch.ops.ascend.attention_update
     for _ in range(2):
-        _flops.unregister()
+        flops.unregister()
         assert packet not in flop_registry
     for _ in range(2):
-        _flops.register()
+        flops.register()
         assert packet in flop_registry

@@ -16,8 +16,8 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.__main__ import main
-from ascend_attn_ops._value_checks import VARIABLE
-from ascend_attn_ops.device_limits import Device, device_in_force, parse, table
+from ascend_attn_ops._core.device_limits import Device, device_in_force, parse, table
+from ascend_attn_ops._core.value_checks import VARIABLE
 from support import fresh
 from torch import Tensor
 
@@ -47,7 +47,9 @@ def test_wrong_texts(text: str) -> None:
     ],
 )  # fmt: skip
 def test_the_environment_sets_the_default(text: str, device: Device | None) -> None:
-    code = "from ascend_attn_ops.device_limits import device_in_force as device; print(device())"
+    code = (
+        "from ascend_attn_ops._core.device_limits import device_in_force as device; print(device())"
+    )
     result = fresh.run(code, ASCEND_ATTN_OPS_LIMITS=text)
     assert result.out.strip() == str(device), result.err
 

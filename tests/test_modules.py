@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ascend_attn_ops import LightningIndexer, compress_keys
-from ascend_attn_ops.modules import rotary_embedding
+from ascend_attn_ops.nn.lightning_indexer import rotary_embedding
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

@@ -8,7 +8,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import quantize_attention_inputs, reference, sparse_mode_mask
-from ascend_attn_ops.quantization import QuantizedAttentionInputs
+from ascend_attn_ops.nn.quantization import QuantizedAttentionInputs
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

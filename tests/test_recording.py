@@ -11,10 +11,10 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.__main__ import main
-from ascend_attn_ops._arguments import bytes_in
+from ascend_attn_ops._core.arguments import bytes_in
 from ascend_attn_ops.check import recorded_calls
 from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
-from ascend_attn_ops.recording import replay
+from ascend_attn_ops.debug.recording import replay
 from support import fresh
 from support.freed import freed
 from torch import Tensor

@@ -11,7 +11,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops._statistics import by_head, by_sequence
+from ascend_attn_ops._core.statistics import by_head, by_sequence
 from ascend_attn_ops.check.gradients import differentiable_names
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION

@@ -12,7 +12,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import attach_loss
-from ascend_attn_ops._arguments import warn_once
+from ascend_attn_ops._core.arguments import warn_once
 from support.dispatched import Calls
 from support.samples import FIRST_DIFFERENTIABLE
 from support.tolerance import assert_same_bits

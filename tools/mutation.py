@@ -40,18 +40,18 @@ FIRST = {
     "cache_layouts memory_and_sizes verdicts",
     "/distributed/": "dense_context_parallel agreement sparse_context_parallel communication "
     "dtensor training",
-    "/npu_operators/": "npu_operators_inference npu_operators_others npu_operators_errors "
+    "/torch_npu/": "npu_operators_inference npu_operators_others npu_operators_errors "
     "npu_operators_fusion_attention npu_operators_sparse npu_operators_v4",
-    "_arguments.py": "errors_python memory_and_sizes",
+    "/arguments.py": "errors_python memory_and_sizes",
     "_dense_attention.py": "errors_python flash_attention_score",
-    "_flash_": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
-    "_flops.py": "flops",
-    "_packing.py": "sparse_models dense_models",
-    "_pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
-    "_statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
+    "/flash_attn/": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
+    "/flops.py": "flops",
+    "/packing.py": "sparse_models dense_models",
+    "/pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
+    "/statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
     "_indexer_loss.py": "indexer_loss errors_python",
-    "masks.py": "errors_python flash_attention_score prompt_flash_attention",
-    "modules.py": "modules errors_python",
+    "sparse_modes.py": "errors_python flash_attention_score prompt_flash_attention",
+    "nn/lightning_indexer.py": "modules errors_python",
     "quantization.py": "quantize_attention",
     "training.py": "training_helpers errors_python",
 }

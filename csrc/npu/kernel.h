@@ -113,7 +113,7 @@ void register_checked_kernel(torch::Library& library) {
 
 // `<operator>.relaunch`: the operator with outputs and a workspace of its caller. A graph needs it
 // that updates the lengths of a call: the call is launched again and must write where the first one
-// did (python/ascend_attn_ops/_npu_graphs.py).
+// did (python/ascend_attn_ops/_core/npu_graphs.py).
 template <typename Op, auto compute>
 void relaunch(const Op& given, const at::Tensor& workspace, at::TensorList out) {
   check_not_captured(given);

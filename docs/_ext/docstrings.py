@@ -11,7 +11,7 @@ import re
 from itertools import pairwise
 
 import ascend_attn_ops
-from ascend_attn_ops.device_limits import table
+from ascend_attn_ops._core.device_limits import table
 from sphinx.application import Sphinx
 from sphinx.util.typing import ExtensionMetadata
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.device_limits import table
+from ascend_attn_ops._core.device_limits import table
 from docstrings import example_of
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.typing import ExtensionMetadata
 
-Row = dict[str, Any]  # of ascend_attn_ops.device_limits.table()
+Row = dict[str, Any]  # of ascend_attn_ops._core.device_limits.table()
 
 
 def specification_of(operator: str, folder: Path) -> Path:

@@ -8,11 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-from ascend_attn_ops import masks, report
-from ascend_attn_ops._arguments import bytes_in
-from ascend_attn_ops._operators import ALL_TOKENS
+from ascend_attn_ops._core import sparse_modes
+from ascend_attn_ops._core.arguments import bytes_in
+from ascend_attn_ops._core.device_limits import Device, device_in_force, parse
+from ascend_attn_ops._core.operators import ALL_TOKENS
 from ascend_attn_ops.check.results import language_of_locale
-from ascend_attn_ops.device_limits import Device, device_in_force, parse
+from ascend_attn_ops.debug import report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,9 +90,11 @@ def _add_limits(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_mask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "draw the keys (columns) that each query (row) keeps in a sparse_mode"
-    modes = "; ".join(f"{mode} {meaning}" for mode, meaning in masks.MODES.items())
+    modes = "; ".join(f"{mode} {meaning}" for mode, meaning in sparse_modes.MODES.items())
     parser = commands.add_parser("mask", help=text, description=text, epilog=modes)
-    parser.add_argument("--mode", type=int, required=True, choices=masks.MODES, metavar="0..8")
+    parser.add_argument(
+        "--mode", type=int, required=True, choices=sparse_modes.MODES, metavar="0..8"
+    )
     parser.add_argument("--sq", type=_lengths, required=True, help="queries; in modes 7 and 8 of "
                         "every sequence, as 4,6")  # fmt: skip
     parser.add_argument("--skv", type=_lengths, required=True, help="keys, as --sq")
@@ -123,20 +126,20 @@ def _draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     filled = [i for i, sizes in enumerate(sequences) if all(sizes)]
     band = (filled or [0])[0 if options.mode == 8 else -1]
     drawn = [
-        masks.sparse_mode_mask(
+        sparse_modes.sparse_mode_mask(
             options.mode, sq, skv, pre_tokens=options.pre, next_tokens=options.next,
             prefix=options.prefix, band=index == band,
         )
         for index, (sq, skv) in enumerate(sequences)
     ]  # fmt: skip
     if options.out:
-        masks.write_png(drawn, options.out)
+        sparse_modes.write_png(drawn, options.out)
         print(options.out)
         return 0
-    print(f"sparse_mode {options.mode}, {masks.MODES[options.mode]}")
+    print(f"sparse_mode {options.mode}, {sparse_modes.MODES[options.mode]}")
     print("query down, key across; ■ kept")
     for mask in drawn:
-        print("\n" + masks.draw(mask))
+        print("\n" + sparse_modes.draw(mask))
     return 0
 
 

@@ -123,7 +123,7 @@ def start(
     os.environ[AUTOLOAD] = wanted[AUTOLOAD]
     if "ascend_attn_ops" in sys.modules:
         # It has been imported where there was no NPU.
-        importlib.import_module("ascend_attn_ops._library").load()
+        importlib.import_module("ascend_attn_ops._core.library").load()
 
 
 def _real_cann() -> str | None:

@@ -145,7 +145,7 @@ def test_start(tmp_path: Path) -> None:
     """Starting again changes nothing; with other options it is refused."""
     ran = run_code("""
         import cann_simulator
-        from ascend_attn_ops import report
+        from ascend_attn_ops.debug import report
         cann_simulator.start(product="A2")
         cann_simulator.start(product="Ascend910B2")
         try:

@@ -1,4 +1,4 @@
-"""Calls of torch_npu's operators, on the NPU and by ascend_attn_ops.npu_operators on the CPU."""
+"""Calls of torch_npu's operators, on the NPU and by ascend_attn_ops.torch_npu on the CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import ascend_attn_ops
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops.masks import compressed_mask
-from ascend_attn_ops.npu_operators import enable
+from ascend_attn_ops._core.sparse_modes import compressed_mask
+from ascend_attn_ops.torch_npu import enable
 from support.tolerance import Tolerance, assert_close
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops import _library
 from ascend_attn_ops.__main__ import main
+from ascend_attn_ops._core import library
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check import communication, kernel_calls, recorded_kernels, results, speed
 from ascend_attn_ops.check.kernel_calls import Distance, KernelCall
 from ascend_attn_ops.check.probe import Context, Outcome
 from ascend_attn_ops.check.samples import OPERATORS
-from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.distributed import _check
 from torch import Tensor
 
@@ -119,7 +119,7 @@ def test_methods_behind_one_that_fails_run_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_function_that_cann_lacks_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"aclnnLightningIndexerGrad {_library.LACKS}"
+    text = f"aclnnLightningIndexerGrad {library.LACKS}"
     answer = {"refusal": text}
     monkeypatch.setattr(communication, "_of_ranks", lambda kind, method: answer)
     found = outcomes({"lightning_indexer"})["lightning_indexer"]

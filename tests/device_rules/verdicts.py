@@ -12,7 +12,7 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.device_limits import Device
+from ascend_attn_ops._core.device_limits import Device
 
 FOLDER = Path(__file__).with_name("verdicts")
 OPERATORS = sorted(path.name.removesuffix(".jsonl.xz") for path in FOLDER.iterdir())

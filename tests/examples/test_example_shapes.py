@@ -16,10 +16,10 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.device_limits import Device, device_in_force, table
+from ascend_attn_ops._core.device_limits import Device, device_in_force, table
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
-from ascend_attn_ops.npu_operators import stand_in
-from ascend_attn_ops.npu_operators.schemas import RELEASE
+from ascend_attn_ops.torch_npu import stand_in
+from ascend_attn_ops.torch_npu.schemas import RELEASE
 from support import fresh
 from support.checkout import EXAMPLES, ROOT
 from support.turns import nightly, seed

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops._arguments import is_number
-from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
+from ascend_attn_ops._core.arguments import is_number
+from ascend_attn_ops._core.sparse_modes import COMPRESSED_MODES, compressed_mask
 from support.samples import Operator, Sample, bytes_of
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from ascend_attn_ops._arguments import tensors_in
+from ascend_attn_ops._core.arguments import tensors_in
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 

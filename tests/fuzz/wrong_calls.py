@@ -16,7 +16,7 @@ from typing import Any
 
 import ascend_attn_ops as ops
 import torch
-from ascend_attn_ops.device_limits import device_in_force, limits
+from ascend_attn_ops._core.device_limits import device_in_force, limits
 from support.samples import OPERATORS, Operator, Sample
 from support.samples.wrong_call import Product
 from torch import Tensor

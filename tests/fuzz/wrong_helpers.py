@@ -10,7 +10,7 @@ from typing import Any
 
 import ascend_attn_ops as ops
 import torch
-from ascend_attn_ops.device_limits import limits
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.flash_attn import flash_attn_func, flash_attn_varlen_func
 from support.samples import OPERATORS
 from torch import Tensor

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from ascend_attn_ops import distributed
-from ascend_attn_ops.device_limits import limits
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.distributed import SequenceShards
 from support.processes import on_ranks
 from torch import Tensor

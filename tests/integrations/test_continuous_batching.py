@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from ascend_attn_ops.integrations.transformers import register, unregister  # noqa: E402
+from ascend_attn_ops._core import device_limits  # noqa: E402
+from ascend_attn_ops.transformers import register, unregister  # noqa: E402
 from support.small_models import VOCABULARY, make  # noqa: E402
 from transformers import ContinuousBatchingConfig  # noqa: E402
 from transformers import modeling_flash_attention_utils as flash  # noqa: E402
@@ -27,7 +28,7 @@ CALL = ops.fused_infer_attention_score
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     """Without limits in every thread: transformers serves in one of its own."""
-    before = ops.device_limits.device_in_force()
+    before = device_limits.device_in_force()
     assert before is not None
     ops.set_limits(None)
     register()

@@ -11,8 +11,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from ascend_attn_ops.integrations.transformers import enable_dsa  # noqa: E402
-from ascend_attn_ops.integrations.transformers._layers import CACHE  # noqa: E402
+from ascend_attn_ops.transformers import enable_dsa  # noqa: E402
+from ascend_attn_ops.transformers._layers import CACHE  # noqa: E402
 from support.small_models import SMALL_V4, make, packing, padding, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
-from ascend_attn_ops.integrations.transformers._layers import CACHE  # noqa: E402
+from ascend_attn_ops.transformers import disable_dsa, enable_dsa  # noqa: E402
+from ascend_attn_ops.transformers._layers import CACHE  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers.cache_utils import Cache, DynamicCache, Fp8QuantizedLayer  # noqa: E402
 

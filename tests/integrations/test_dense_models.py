@@ -16,7 +16,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
-from ascend_attn_ops.integrations.transformers import (  # noqa: E402
+from ascend_attn_ops.transformers import (  # noqa: E402
     _dense,
     _paged,
     register,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa  # noqa: E402
+from ascend_attn_ops.transformers import disable_dsa, enable_dsa  # noqa: E402
 from support import fresh  # noqa: E402
 from support.small_models import SMALL_V4, SPARSE, make, packing, padding, targets, tokens  # noqa: E402
 from support.turns import nightly  # noqa: E402
@@ -467,7 +467,7 @@ def test_a_prompt_beside_a_static_cache_has_no_mask_of_all_pairs(ours: nn.Module
 def test_only_the_module_of_the_model_is_imported() -> None:
     code = (
         "import sys\n"
-        "from ascend_attn_ops.integrations.transformers import enable_dsa\n"
+        "from ascend_attn_ops.transformers import enable_dsa\n"
         "from support.small_models import make\n"
         "enable_dsa(make('DeepSeek-V3.2'))\n"
         "print([name for name in sys.modules if 'modeling_glm_moe_dsa' in name])\n"

@@ -12,7 +12,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.device_limits import table
+from ascend_attn_ops._core.device_limits import table
 from device_samples import to_npu
 from support.samples import OPERATORS, Recipe, Sample, bytes_of
 from torch import Tensor

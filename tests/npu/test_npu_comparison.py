@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.recording import replay
+from ascend_attn_ops.debug.recording import replay
 from support.simulated_npu import captured
 from torch import Tensor
 

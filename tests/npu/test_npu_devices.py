@@ -19,6 +19,7 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
+from ascend_attn_ops._core.device_limits import device_in_force
 from ascend_attn_ops.check.samples import (
     flash_attention_score,
     lightning_indexer,
@@ -28,7 +29,6 @@ from ascend_attn_ops.check.samples import (
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.device_limits import device_in_force
 from cann_simulator._products import missing_functions
 from device_samples import first
 from support.samples import Sample
@@ -75,9 +75,7 @@ def test_the_versions_are_those_of_the_simulation() -> None:
 
 
 def test_a_newer_version_says_whose_limits_apply() -> None:
-    code = (
-        "from ascend_attn_ops.device_limits import device_in_force; print(device_in_force().cann)"
-    )
+    code = "from ascend_attn_ops._core import device_limits as x; print(x.device_in_force().cann)"
     out, err = run_in_new_process(code, CANN_SIM_VERSION="9.2")
     assert out.split() == ["9.1"]
     assert (

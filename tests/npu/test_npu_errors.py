@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch_npu
 from ascend_attn_ops import _C, check_values
+from ascend_attn_ops._core.device_limits import table
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
-from ascend_attn_ops.device_limits import table
 from device_samples import first
 from support.samples import OPERATORS
 from support.simulated_npu import TASK_QUEUE, once, run_in_new_process
@@ -96,7 +96,7 @@ def test_product(name: str) -> None:
     text, _ = run_in_new_process(
         f"""
         import torch, ascend_attn_ops
-        from ascend_attn_ops.device_limits import device_in_force
+        from ascend_attn_ops._core.device_limits import device_in_force
         from device_samples import first
         print(device_in_force())
         sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")

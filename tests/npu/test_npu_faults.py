@@ -9,7 +9,7 @@ import textwrap
 from typing import Any
 
 import pytest
-from ascend_attn_ops.device_limits import table
+from ascend_attn_ops._core.device_limits import table
 from faulty_calls import FAULTS, MESSAGE, Fault
 from support.samples import OPERATORS
 from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process

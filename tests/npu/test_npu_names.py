@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops.npu_operators import enable
-from ascend_attn_ops.npu_operators.schemas import RELEASE, SCHEMAS
+from ascend_attn_ops.torch_npu import enable
+from ascend_attn_ops.torch_npu.schemas import RELEASE, SCHEMAS
 from support.tolerance import assert_same_bits
 
 OPERATORS = [name for name in SCHEMAS if name.startswith(("npu::", "atb::"))]

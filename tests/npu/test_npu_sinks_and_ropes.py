@@ -12,7 +12,7 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops._statistics import by_token
+from ascend_attn_ops._core.statistics import by_token
 from ascend_attn_ops.check.gradients import (
     differentiable_names,
     incoming_gradients,

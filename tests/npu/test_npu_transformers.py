@@ -16,7 +16,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
-from ascend_attn_ops.integrations.transformers import enable_dsa, register
+from ascend_attn_ops.transformers import enable_dsa, register
 from support.small_models import SPARSE, make, packing, padding, tokens
 
 pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")

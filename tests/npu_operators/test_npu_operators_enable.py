@@ -29,7 +29,7 @@ def test_the_stand_in() -> None:
     code = """
         import importlib.util
         import torch
-        import ascend_attn_ops.npu_operators as npu_operators
+        import ascend_attn_ops.torch_npu as npu_operators
 
         try:
             npu_operators.enable()
@@ -67,7 +67,7 @@ def test_disable_undoes_enable() -> None:
         import importlib.util
         import sys
         import torch
-        import ascend_attn_ops.npu_operators as npu_operators
+        import ascend_attn_ops.torch_npu as npu_operators
         from unittest import mock
 
         x = torch.randn(3, 8)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops.npu_operators.schemas import SCHEMAS
-from ascend_attn_ops.npu_operators.table import TABLE
+from ascend_attn_ops.torch_npu.schemas import SCHEMAS
+from ascend_attn_ops.torch_npu.table import TABLE
 from support.npu_names import SQUARE, torch_npu
 from torch import Tensor
 

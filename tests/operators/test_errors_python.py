@@ -9,7 +9,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._core.arguments import shown
 from support.freed import freed
 from torch import Tensor
 

@@ -11,7 +11,7 @@ import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.check.samples.sparse_lightning_indexer_kl_loss_grad import build
-from ascend_attn_ops.operators._indexer_loss import normalized
+from ascend_attn_ops.ops._indexer_loss import normalized
 from support.samples import OPERATORS, Sample
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits
 from torch import Tensor

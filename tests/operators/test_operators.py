@@ -12,7 +12,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops import _C, reference
-from ascend_attn_ops.device_limits import table
+from ascend_attn_ops._core.device_limits import table
 from support import registered
 from support.checkout import ROOT
 from support.samples import OPERATORS, RECIPES, WRONG_CALLS

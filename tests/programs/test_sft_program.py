@@ -22,7 +22,7 @@ datasets = pytest.importorskip(
     "datasets", reason="datasets is not installed: make test-all installs it"
 )
 
-from ascend_attn_ops.integrations.transformers import enable_dsa, register  # noqa: E402
+from ascend_attn_ops.transformers import enable_dsa, register  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 
 STEPS = 3

@@ -15,7 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
-from ascend_attn_ops.integrations.transformers import disable_dsa, enable_dsa, register  # noqa: E402
+from ascend_attn_ops.transformers import disable_dsa, enable_dsa, register  # noqa: E402
 
 STEPS = 4
 DENSE = {

@@ -105,7 +105,7 @@ def test_private_parts_are_imported_in_one_module(package: str) -> None:
         for file in PACKAGE.rglob("*.py")
         if (names := list(private_parts(file.read_text(), package)))
     }
-    assert found.keys() == {f"_{package}.py"}, found
+    assert found.keys() == {f"_core/{package}_private.py"}, found
 
 
 def test_no_two_files_of_tests_have_the_same_name() -> None:

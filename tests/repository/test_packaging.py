@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ascend_attn_ops import _built_with, _library
+from ascend_attn_ops._core import built_with, library
 from support.checkout import ROOT
 from torch.utils.cpp_extension import include_paths
 
@@ -147,7 +147,7 @@ def import_failure(code: str, path: Path = ROOT / "python") -> str:
 
 
 def test_importing_under_another_torch() -> None:
-    built = _built_with.versions("_C")["torch"]
+    built = built_with.versions("_C")["torch"]
     code = "import torch; torch.__version__ = '2.99.0'; import ascend_attn_ops"
     assert import_failure(code) == (
         f"ImportError: ascend_attn_ops._C was built with torch {built}, and torch 2.99.0 is "
@@ -180,16 +180,16 @@ def test_other_backends_load_as_torch_would_load_them(wanted: str, tmp_path: Pat
 def test_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another minor version is refused; another post release, where it cannot be loaded."""
     built = {"torch": torch.__version__, "torch_npu": "2.10.0.post4"}
-    monkeypatch.setattr(_built_with, "versions", lambda module: built)
+    monkeypatch.setattr(built_with, "versions", lambda module: built)
     for here, other_minor in [("2.9.0.post1", True), ("2.10.0.post7", False)]:
         installed = {**built, "torch_npu": here}
-        monkeypatch.setattr(_built_with, "installed", installed.get)
+        monkeypatch.setattr(built_with, "installed", installed.get)
         expected = (
             f"ascend_attn_ops._npu was built with torch_npu 2.10.0.post4, and torch_npu {here} is "
             f"installed; {REMEDY}"
         )
-        assert _built_with.difference("_npu") == expected
-        by_minor = _built_with.difference("_npu", _built_with.minor)
+        assert built_with.difference("_npu") == expected
+        by_minor = built_with.difference("_npu", built_with.minor)
         assert by_minor == (expected if other_minor else None)
 
 
@@ -210,12 +210,12 @@ def test_what_fails_beside_the_cpu_is_told(
         if name == module:
             raise error("first line\nsecond line")
 
-    monkeypatch.setattr(_library.importlib, "import_module", load)
-    monkeypatch.setattr(_library.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(_library.ctypes, "CDLL", lambda name: name)
-    monkeypatch.setattr(_built_with, "mismatch", lambda module: None)
-    monkeypatch.setattr(_built_with, "difference", lambda module: None)
-    told = _library._load_npu()
+    monkeypatch.setattr(library.importlib, "import_module", load)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: name)
+    monkeypatch.setattr(built_with, "mismatch", lambda module: None)
+    monkeypatch.setattr(built_with, "difference", lambda module: None)
+    told = library._load_npu()
     assert told is not None
     name = module.removeprefix("ascend_attn_ops.")
     assert told.startswith(f"{name} cannot be loaded: ")
@@ -224,14 +224,15 @@ def test_what_fails_beside_the_cpu_is_told(
 
 
 def test_the_report_names_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    from ascend_attn_ops import _C, report
+    from ascend_attn_ops import _C
+    from ascend_attn_ops.debug import report
 
     assert report.print_report() == 0
     printed = capsys.readouterr().out
-    assert f"built with torch {_built_with.versions('_C')['torch']}, {_C.compiler}" in printed
+    assert f"built with torch {built_with.versions('_C')['torch']}, {_C.compiler}" in printed
     for implementation in _C.cpu_implementations().values():
         assert implementation in printed
-    assert _library.npu_unavailable is None or _library.npu_unavailable in printed
+    assert library.npu_unavailable is None or library.npu_unavailable in printed
 
 
 @pytest.mark.parametrize(

@@ -42,40 +42,21 @@ CSRC_PARTS = {
     "python": Part(("python/*", "library.cpp"), "bindings: _C", ("cpu",)),
 }
 
-# Parts of the package: "uses" is "imports", when a module loads, later, or for an annotation. The
-# first that matches has the module.
+# The folders of the package: "uses" is "imports", when a module loads, later, or for an annotation.
+# The files beside them are its door.
 PACKAGE_PARTS = {
-    "operators": Part(("operators/*",), "the public functions, one per operator", ("vocabulary",)),
-    "reference": Part(("reference/*",), "in plain torch", ("vocabulary",)),
-    "modules": Part(
-        ("compression.py", "indexer_training.py", "modules.py", "quantization.py", "training.py"),
-        "LightningIndexer, compressed keys, training, int8", ("operators",),
-    ),
-    "flash_attn": Part(
-        ("flash_attn/*", "flash_attn_interface.py", "_flash_*.py", "_varlen_attention.py"),
-        "flash-attn's API",
-        ("operators",),
-    ),
-    "comparison": Part(
-        ("comparison.py", "recording.py", "check/samples/*", "check/bounds.py",
-         "check/observed_calls.py", "check/comparing.py", "check/recorded_calls.py"),
-        "calls against the reference", ("reference",),
-    ),
-    "public": Part(
-        ("__init__.py", "_public.py"), "import ascend_attn_ops", ("modules", "comparison")
-    ),
-    "npu_operators": Part(("npu_operators/*",), "torch_npu's API", ("vocabulary",)),
-    "distributed": Part(("distributed/*",), "several ranks", ("public",)),
-    "integrations": Part(("integrations/*",), "transformers", ("public",)),
-    "check": Part(
-        ("__main__.py", "report.py", "check/*"),
-        "the command line: report, limits, check", ("public",),
-    ),
-    "vocabulary": Part(
-        ("_*.py", "_C.pyi", "device_limits.py", "masks.py"),
-        "arguments, packs, pages, masks, device limits",
-    ),
-}  # fmt: skip
+    "_core": Part(("_core/*", "_C.pyi"), "errors, loading, lengths, pages, masks, device limits"),
+    "ops": Part(("ops/*",), "the public functions, one per operator", ("_core",)),
+    "reference": Part(("reference/*",), "in plain torch, with bounds", ("_core",)),
+    "nn": Part(("nn/*",), "attention, modules, pages, training, int8", ("ops",)),
+    "debug": Part(("debug/*",), "limits, compare, record, report", ("reference",)),
+    "flash_attn": Part(("flash_attn/*",), "flash-attn's API", ("ops",)),
+    "torch_npu": Part(("torch_npu/*",), "torch_npu's API", ("ops",)),
+    "distributed": Part(("distributed/*",), "several ranks", ("nn",)),
+    "transformers": Part(("transformers/*",), "transformers", ("nn",)),
+    "check": Part(("check/*",), "samples of calls, checks of a device", ("debug", "distributed")),
+    "ascend_attn_ops": Part(("*",), "import ascend_attn_ops", ("nn", "debug")),
+}
 
 # The other folders of the checkout. They use csrc and the package, which do not use them.
 AROUND = {

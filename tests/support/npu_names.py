@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 import torch
-from ascend_attn_ops.npu_operators import enable
-from ascend_attn_ops.npu_operators.stand_in import StandIn
+from ascend_attn_ops.torch_npu import enable
+from ascend_attn_ops.torch_npu.stand_in import StandIn
 
 enable(stand_in=True)
 torch_npu: Any = importlib.import_module("torch_npu")

@@ -18,7 +18,7 @@ if "CANN_SIM_SOC" not in os.environ:
     pytest.exit("the NPU tests are started by `python tests/npu/run.py`", returncode=2)
 
 import torch
-from ascend_attn_ops.device_limits import table
+from ascend_attn_ops._core.device_limits import table
 
 from support import fresh
 from support.processes import free_port

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ascend_attn_ops import _library
+from ascend_attn_ops._core import library
 from ascend_attn_ops.check import (
     behaviour,
     communication,
@@ -68,7 +68,7 @@ def run(probe: Probe, context: Context) -> Result:
         outcome = Outcome("differs", str(error) or traceback.format_exc(limit=-1))
     except NotImplementedError as error:
         # The section `environment` has a line for each function.
-        is_missing = _library.LACKS in str(error)
+        is_missing = library.LACKS in str(error)
         outcome = Outcome("skipped" if is_missing else "differs", str(error))
     except Exception as error:
         outcome = Outcome("differs", f"{type(error).__name__}: {error}")

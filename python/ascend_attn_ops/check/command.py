@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops
-from ascend_attn_ops import _library
+from ascend_attn_ops._core import library
+from ascend_attn_ops._core.device_limits import device_in_force
 from ascend_attn_ops.check import results as files
 from ascend_attn_ops.check.kernel_calls import PATTERNS, files_in
 from ascend_attn_ops.check.results import Lines, Result, Table, Words
 from ascend_attn_ops.check.runner import Runner, Stopped, Task, child_command
-from ascend_attn_ops.device_limits import device_in_force
 
 
 def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> int:
@@ -96,12 +96,12 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
 
 def _device() -> str:
     """The NPU, or the CPU where no torch_npu is installed."""
-    if _library.npu_module() is not None:
+    if library.npu_module() is not None:
         return "npu:0"
     if importlib.util.find_spec("torch_npu") is None:
         return "cpu"
     raise SystemExit(
-        f"--device: expected cpu or an NPU that can be used, got none: {_library.npu_unavailable}"
+        f"--device: expected cpu or an NPU that can be used, got none: {library.npu_unavailable}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ascend_attn_ops import _library
+from ascend_attn_ops._core import library
 from ascend_attn_ops.check.bounds import OF_TERMS
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
 
@@ -46,7 +46,7 @@ def _run(method: str, operator: str, context: Context) -> Outcome:
     errors = found.get(operator)
     if errors is None:
         text = found["refusal"]
-        return Outcome("skipped" if _library.LACKS in text else "refused", text)
+        return Outcome("skipped" if library.LACKS in text else "refused", text)
     text = ", ".join(
         f"{name} differs in {x:.0f} places" if name == "keys"
         else f"{name} differs by {x:.2g} of the maximum"

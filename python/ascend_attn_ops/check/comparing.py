@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ascend_attn_ops import reference
-from ascend_attn_ops._arguments import check_memory, check_tensor
+from ascend_attn_ops._core.arguments import check_memory, check_tensor
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
 from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of
-from ascend_attn_ops.device_limits import limits
 
 # More would take the reference minutes.
 MOST_OPERATIONS = 20_000_000_000

@@ -12,10 +12,11 @@ from functools import partial
 import torch
 
 import ascend_attn_ops
-from ascend_attn_ops import _C, _built_with, _library
+from ascend_attn_ops import _C
+from ascend_attn_ops._core import built_with, library
+from ascend_attn_ops._core.device_limits import device_in_force, table
 from ascend_attn_ops.check.probe import Context, Outcome, Probe
-from ascend_attn_ops.device_limits import device_in_force, table
-from ascend_attn_ops.report import OF_950, is_of_product, path_of, versions
+from ascend_attn_ops.debug.report import OF_950, is_of_product, path_of, versions
 
 SECTION = "environment"
 
@@ -37,7 +38,7 @@ def _noted(fact: Callable[[Context], str], context: Context) -> Outcome:
 
 def _host_facts() -> dict[str, Callable[[Context], str]]:
     def version(name: str) -> Callable[[Context], str]:
-        return lambda context: versions(_library.npu_module())[name]
+        return lambda context: versions(library.npu_module())[name]
 
     return {
         "ascend_attn_ops": lambda context: ascend_attn_ops.__version__,
@@ -57,15 +58,15 @@ def _host_facts() -> dict[str, Callable[[Context], str]]:
 
 
 def _built(module: str) -> str:
-    return ", ".join(f"{name} {version}" for name, version in _built_with.versions(module).items())
+    return ", ".join(f"{name} {version}" for name, version in built_with.versions(module).items())
 
 
 def _npu_facts() -> dict[str, Callable[[Context], str]]:
     libraries = ("libascendcl.so", "libopapi.so", "libcust_opapi.so", "libhccl.so")
     return {
         "product": lambda context: "{} with CANN {}".format(*(device_in_force() or ("?", "?"))),
-        "SoC": lambda context: versions(_library.npu_module())["SoC"],
-        "CANN": lambda context: versions(_library.npu_module())["CANN"],
+        "SoC": lambda context: versions(library.npu_module())["SoC"],
+        "CANN": lambda context: versions(library.npu_module())["CANN"],
         "driver": lambda context: _driver(),
         "devices": lambda context: str(torch.get_device_module("npu").device_count()),
         "task queue": lambda context: os.environ.get("TASK_QUEUE_ENABLE", "1, torch_npu's default"),
@@ -89,7 +90,7 @@ def _driver() -> str:
 
 
 def _npu_kernels(context: Context) -> Outcome:
-    reason = _library.npu_unavailable
+    reason = library.npu_unavailable
     if reason:
         return Outcome("differs", f"the NPU kernels are not loaded: {reason}")
     return Outcome("pass", f"loaded, built with {_built('_npu')}, {sys.implementation.cache_tag}")

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check.limits import refusal_of_device
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS
 from ascend_attn_ops.check.samples.attention_update import UpdateCase
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
-from ascend_attn_ops.device_limits import limits
 
 SECTION = "host code"
 HALF = torch.bfloat16

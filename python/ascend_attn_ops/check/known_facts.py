@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
+from ascend_attn_ops._core.device_limits import limits, table
 from ascend_attn_ops.check.limits import refusal_of_device
 from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
@@ -26,7 +27,6 @@ from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_ops.check.samples.sparse import SparseCase
 from ascend_attn_ops.check.samples.sparse_flash_mla import MlaCase
 from ascend_attn_ops.check.unprobed_facts import UNPROBED
-from ascend_attn_ops.device_limits import limits, table
 
 SECTION = "known facts"
 HALF = torch.bfloat16

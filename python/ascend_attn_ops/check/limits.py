@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import _library
+from ascend_attn_ops._core import library
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check import boundaries
 from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample, named_tensors, sample_of
 from ascend_attn_ops.check.samples.sample import LENGTHS_ON_HOST
-from ascend_attn_ops.device_limits import limits
 
 SECTION = "limits"
 # Larger calls end after their first phase: the reference takes too long for them.
@@ -71,7 +71,7 @@ def _without_device(context: Context) -> Outcome:
 @contextmanager
 def first_phase_only() -> Iterator[None]:
     """End the calls of this thread after their first phase."""
-    npu = _library.npu_module()
+    npu = library.npu_module()
     assert npu is not None
     npu.set_first_phase_only(True)
     try:

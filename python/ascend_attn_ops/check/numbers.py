@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check.bounds import OF_TERMS, Expected, magnitude
 from ascend_attn_ops.check.gradients import (
     differentiable_names,
@@ -26,7 +27,6 @@ from ascend_attn_ops.check.samples import (
     bytes_of,
     named_tensors,
 )
-from ascend_attn_ops.device_limits import limits
 
 SECTION = "numbers"
 HALF = (torch.bfloat16, torch.float16)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import tensors_in
-from ascend_attn_ops._torch import FakeTensor, TorchDispatchMode
+from ascend_attn_ops._core.arguments import tensors_in
+from ascend_attn_ops._core.torch_private import FakeTensor, TorchDispatchMode
 from ascend_attn_ops.check.samples import OPERATORS, Sample
 
 _PACKAGE, _TORCH = (f"{x}{os.sep}" for x in (Path(__file__).parents[1], torch.__path__[0]))

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from ascend_attn_ops import _library
+from ascend_attn_ops._core import library
+from ascend_attn_ops._core.device_limits import Device, device_in_force, limits
 from ascend_attn_ops.check.samples import Sample
-from ascend_attn_ops.device_limits import Device, device_in_force, limits
 
 Verdict = Literal["pass", "differs", "refused", "skipped", "note"]
 
@@ -60,7 +60,7 @@ class Context:
             torch.get_device_module("npu").synchronize()
 
     def has_aclnn(self, function: str) -> bool:
-        npu = _library.npu_module()
+        npu = library.npu_module()
         return npu is not None and bool(npu.has_aclnn(function))
 
     def refusal(self, sample: Sample) -> str | None:

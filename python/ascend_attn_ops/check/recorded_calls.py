@@ -18,14 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import _library
+from ascend_attn_ops._core import library
+from ascend_attn_ops._core.device_limits import device_in_force, limits
+from ascend_attn_ops._core.sparse_modes import COMPRESSED_MODES, compressed_mask
 from ascend_attn_ops.check.comparing import difference, not_comparable, not_readable, on_the_host
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
 from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of, sample_of
-from ascend_attn_ops.device_limits import device_in_force, limits
-from ascend_attn_ops.masks import COMPRESSED_MODES, compressed_mask
 
-_READ = "ascend_attn_ops.recording.replay"
+_READ = "ascend_attn_ops.debug.recording.replay"
 
 When = Literal["differs", "raises", "always"]
 
@@ -142,7 +142,7 @@ def _versions() -> dict[str, str]:
         "ascend_attn_ops": sys.modules["ascend_attn_ops"].__version__,
         "torch": torch.__version__,
     }
-    npu = _library.npu_module()
+    npu = library.npu_module()
     if npu is not None:
         found |= {"torch_npu": metadata.version("torch_npu")}
         found |= {"CANN": npu.cann_version(), "SoC": npu.soc_name()}

@@ -12,10 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
+from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check import kernel_calls
 from ascend_attn_ops.check.kernel_calls import Distance, KernelCall
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
-from ascend_attn_ops.device_limits import limits
 
 SECTION = "recorded kernels"
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from ascend_attn_ops._arguments import shown
+from ascend_attn_ops._core.arguments import shown
 
 # By the group that it accompanies: another one may get its name.
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ascend_attn_ops as ops
-from ascend_attn_ops import _library, distributed
+from ascend_attn_ops import distributed
+from ascend_attn_ops._core import library
 from ascend_attn_ops.distributed.shards import SequenceShards
 
 LENGTHS = [64, 1, 190]
@@ -136,7 +137,7 @@ def found_by(method: str, kind: str, device: str) -> Errors:
 
 
 def refusal(error: Exception) -> Errors:
-    if "Ascend " not in str(error) and _library.LACKS not in str(error):
+    if "Ascend " not in str(error) and library.LACKS not in str(error):
         raise error
     return {"refusal": str(error)}
 

@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-import ascend_attn_ops as ops
-from ascend_attn_ops import _C
-from ascend_attn_ops._arguments import INT64_MAX, wrong
-from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops.compression import check_compression
-from ascend_attn_ops.device_limits import limits
+from ascend_attn_ops import _C, ops
+from ascend_attn_ops._core.arguments import INT64_MAX, wrong
+from ascend_attn_ops._core.device_limits import limits
+from ascend_attn_ops._core.operators import ALL_TOKENS
 from ascend_attn_ops.distributed._layout import Rows, Source, sum_dtype
 from ascend_attn_ops.distributed.shards import SequenceShards
-from ascend_attn_ops.indexer_training import indexer_loss
-from ascend_attn_ops.operators._indexer_loss import gradients_and_loss, prepared_target
+from ascend_attn_ops.nn.compression import check_compression
+from ascend_attn_ops.nn.indexer_training import indexer_loss
+from ascend_attn_ops.ops._indexer_loss import gradients_and_loss, prepared_target
 
 # By argument. None marks an omitted one: the operators check that no required one is omitted.
 Tensors = Mapping[str, Any]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ascend_attn_ops.device_limits import LimitsOfCall, limits_in_force
+from ascend_attn_ops._core.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops.distributed._gathered import GatheredKeys
 from ascend_attn_ops.distributed._guard import without_autocast
 from ascend_attn_ops.distributed._layout import Layout, Rows, sum_dtype

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, shown, wrong
-from ascend_attn_ops.compression import compress_keys as compress_packed_keys
+from ascend_attn_ops._core.arguments import check_count, check_flag, check_tensor, shown, wrong
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._guard import batch_first, guard
 from ascend_attn_ops.distributed._layout import Gather, Rows
@@ -21,7 +20,8 @@ from ascend_attn_ops.distributed._operations import (
 )
 from ascend_attn_ops.distributed._parts import run
 from ascend_attn_ops.distributed.shards import SequenceShards
-from ascend_attn_ops.indexer_training import check_loss_weight
+from ascend_attn_ops.nn.compression import compress_keys as compress_packed_keys
+from ascend_attn_ops.nn.indexer_training import check_loss_weight
 
 
 @collective

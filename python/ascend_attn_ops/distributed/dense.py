@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-import ascend_attn_ops as ops
-from ascend_attn_ops._arguments import shown, wrong
-from ascend_attn_ops._operators import ALL_TOKENS
-from ascend_attn_ops._statistics import LANES, by_token, merge
-from ascend_attn_ops.device_limits import LimitsOfCall
+from ascend_attn_ops import ops
+from ascend_attn_ops._core.arguments import shown, wrong
+from ascend_attn_ops._core.device_limits import LimitsOfCall
+from ascend_attn_ops._core.operators import ALL_TOKENS
+from ascend_attn_ops._core.statistics import LANES, by_token, merge
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._guard import batch_first, guard, without_autocast
 from ascend_attn_ops.distributed._layout import Layout, Rows, sum_dtype

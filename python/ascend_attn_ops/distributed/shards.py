@@ -12,8 +12,14 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ascend_attn_ops._arguments import INT64_MAX, check_count, check_memory, check_tensor, shown
-from ascend_attn_ops._torch import FakeTensor
+from ascend_attn_ops._core.arguments import (
+    INT64_MAX,
+    check_count,
+    check_memory,
+    check_tensor,
+    shown,
+)
+from ascend_attn_ops._core.torch_private import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
 from ascend_attn_ops.distributed._layout import Gather, Layout, Order, Part, Ranges, Rows
 

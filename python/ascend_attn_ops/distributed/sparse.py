@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ascend_attn_ops._arguments import check_count, check_flag, check_tensor, wrong
-from ascend_attn_ops._operators import ALL_TOKENS_SPARSE
+from ascend_attn_ops._core.arguments import check_count, check_flag, check_tensor, wrong
+from ascend_attn_ops._core.operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._gathered import GatheredKeys
 from ascend_attn_ops.distributed._guard import batch_first, guard, send_ahead, without_autocast
@@ -24,7 +24,7 @@ from ascend_attn_ops.distributed._operations import (
 )
 from ascend_attn_ops.distributed._parts import Keys, names_and_tensors, run, sum_gradients
 from ascend_attn_ops.distributed.shards import SequenceShards
-from ascend_attn_ops.operators._indexer_loss import (
+from ascend_attn_ops.ops._indexer_loss import (
     check_attention,
     check_divisor,
     check_no_target,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from ascend_attn_ops._patches import Patch
-from ascend_attn_ops._varlen_attention import register_flash_attention_impl
+from ascend_attn_ops._core.patches import Patch
+from ascend_attn_ops.flash_attn._varlen_attention import register_flash_attention_impl
 from ascend_attn_ops.flash_attn.flash_attn_interface import (
     _flash_attn_backward,
     _flash_attn_forward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._arguments import shown, wrong
+from ascend_attn_ops._core.arguments import shown, wrong
 
 __all__ = ["index_first_axis", "pad_input", "unpad_input"]
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ascend_attn_ops import _flash_calls as calls
-from ascend_attn_ops import _flash_conventions as conventions
-from ascend_attn_ops._arguments import check_tensor, wrong
-from ascend_attn_ops._flash_cache import attend_with_cache
-from ascend_attn_ops._flash_passes import (
+from ascend_attn_ops._core.arguments import check_tensor, wrong
+from ascend_attn_ops.flash_attn import _calls as calls
+from ascend_attn_ops.flash_attn import _conventions as conventions
+from ascend_attn_ops.flash_attn._cache import attend_with_cache
+from ascend_attn_ops.flash_attn._passes import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ascend_attn_ops._operators import signature_of
+from ascend_attn_ops._core.operators import signature_of
 
 Result = TypeVar("Result")
 

@@ -92,7 +92,7 @@ class Operator:
     torch_npu_takes: Callable[[Any], bool] | None = None
     # CANN keeps the executor of a call for later calls that are alike.
     keeps_executors: bool = False
-    # torch's flop_counter has a formula for it (`_flops.py`).
+    # torch's flop_counter has a formula for it (`_core/flops.py`).
     has_flops: bool = True
     # It takes DTensors (`distributed/dtensor/_axes.py`).
     takes_dtensors: bool = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._pages import nz_cache_shape
+from ascend_attn_ops._core.pages import nz_cache_shape
 
 from .randomness import Random
 from .record import Operator

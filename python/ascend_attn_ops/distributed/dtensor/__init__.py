@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ascend_attn_ops._torch import without_modes
-from ascend_attn_ops.device_limits import device_in_force
+from ascend_attn_ops._core.device_limits import device_in_force
+from ascend_attn_ops._core.torch_private import without_modes
 from ascend_attn_ops.distributed.dtensor._axes import LINES
 from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT, Plan
 from ascend_attn_ops.distributed.dtensor._signature import Signature, sizes_of

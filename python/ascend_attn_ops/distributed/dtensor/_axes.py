@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ascend_attn_ops._core.sparse_modes import COMPRESSED_MODES
 from ascend_attn_ops.distributed.dtensor._signature import sizes_of
-from ascend_attn_ops.masks import COMPRESSED_MODES
 
 # The statistics of flash_attention_score in TND: declared (T1, N, 8), but stored as (N, Sq, 8) of
 # one sequence after another, so that no axis of theirs is that of the heads.

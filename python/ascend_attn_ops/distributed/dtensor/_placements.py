@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ascend_attn_ops._arguments import wrong
-from ascend_attn_ops._torch import DTensorSpec
+from ascend_attn_ops._core.arguments import wrong
+from ascend_attn_ops._core.torch_private import DTensorSpec
 from ascend_attn_ops.distributed.dtensor._axes import ABSENT, PER_SEQUENCE, Axes
 
 _WHOLE = Replicate()

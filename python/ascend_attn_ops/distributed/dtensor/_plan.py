@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.functional import pad
 
-from ascend_attn_ops._arguments import wrong
-from ascend_attn_ops._torch import (
+from ascend_attn_ops._core.arguments import wrong
+from ascend_attn_ops._core.device_limits import limits
+from ascend_attn_ops._core.torch_private import (
     DTensorSpec,
     TensorMeta,
     is_tracing,
     redistribute_local_tensor,
     tensor_utils,
 )
-from ascend_attn_ops.device_limits import limits
 from ascend_attn_ops.distributed._agreement import Agreement, raised
 from ascend_attn_ops.distributed.dtensor import _tokens
 from ascend_attn_ops.distributed.dtensor._axes import MORE, PER_SEQUENCE, axes_of

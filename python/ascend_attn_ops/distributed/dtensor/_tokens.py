@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._statistics import by_head, by_sequence
+from ascend_attn_ops._core.statistics import by_head, by_sequence
 from ascend_attn_ops.distributed.dtensor._placements import Part
 
 _CAUSAL = 3

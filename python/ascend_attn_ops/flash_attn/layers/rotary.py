@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ascend_attn_ops._arguments import check_tensor, shown, wrong
+from ascend_attn_ops._core.arguments import check_tensor, shown, wrong
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb"]
 

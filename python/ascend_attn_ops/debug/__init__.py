@@ -1,0 +1,8 @@
+"""What a device accepts, what a call computes, and what is installed here."""
+
+from ascend_attn_ops._core.device_limits import limits, set_limits
+from ascend_attn_ops._core.value_checks import check_values
+from ascend_attn_ops.debug.comparison import compare
+from ascend_attn_ops.debug.recording import record, replay
+
+__all__ = ["check_values", "compare", "limits", "record", "replay", "set_limits"]

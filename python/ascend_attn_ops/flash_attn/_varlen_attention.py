@@ -1,0 +1,156 @@
+"""The operators as an implementation of flash attention in torch.nn.attention.
+
+torch's varlen_attn calls operators of aten that have no kernel on the CPU. These are such kernels,
+for the CPU and for NPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascend_attn_ops._core.arguments import wrong
+from ascend_attn_ops.flash_attn import _calls as calls
+from ascend_attn_ops.flash_attn import _conventions as conventions
+from ascend_attn_ops.flash_attn._passes import packed_forward, packed_gradients
+
+_FORWARD = "_flash_attention_forward"
+_BACKWARD = "_flash_attention_backward"
+_IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
+_DEVICES = ("CPU", "PrivateUse1")
+_LENGTHS = ("cum_seq_q", "cum_seq_k")
+
+
+class Kernels:
+    """The registered kernels; what torch calls a handle."""
+
+    def __init__(self) -> None:
+        library = torch.library.Library("aten", "IMPL")
+        for name, kernel in ((_FORWARD, forward), (_BACKWARD, backward), (_IN_PLACE, in_place)):
+            if hasattr(torch.ops.aten, name):  # the last one came with torch 2.12
+                for device in _DEVICES:
+                    library.impl(name, kernel, device)
+        self._library: torch.library.Library | None = library
+
+    def remove(self) -> None:
+        # Its kernels go with it.
+        self._library = None
+
+
+def register_flash_attention_impl(impl: str = "ascend") -> None:
+    """Let torch.nn.attention activate the operators as its flash attention, by the name `impl`.
+
+    While they are active, :func:`torch.nn.attention.varlen.varlen_attn` runs on the CPU and on an
+    NPU: forward and backward, with windows, grouped heads, return_aux, seqused_k and block_table,
+    and under torch.compile. Where a query sees no key its lse is +inf, as flash-attn's. The lengths
+    are read as in :func:`ascend_attn_ops.flash_attn.flash_attn_varlen_func`.
+
+    Args:
+        impl: the name.
+
+    Raises:
+        TypeError: impl is not a string.
+        NotImplementedError: this torch has no such registry, which came with 2.10.
+
+    Example:
+        >>> import torch
+        >>> from ascend_attn_ops.flash_attn import register_flash_attention_impl
+        >>> register_flash_attention_impl()
+        >>> torch.nn.attention.activate_flash_attention_impl("ascend")
+        >>> from torch.nn.attention.varlen import varlen_attn
+        >>> q, k, v = torch.randn(3, 9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
+        >>> cu_seq = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+        >>> varlen_attn(q, k, v, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
+        torch.Size([9, 8, 64])
+    """
+    if not isinstance(impl, str):
+        function = "register_flash_attention_impl"
+        raise wrong(TypeError, function, "impl", "a string", type(impl).__name__)
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise NotImplementedError(
+            "register_flash_attention_impl: expected a torch with "
+            "torch.nn.attention.register_flash_attention_impl (from 2.10 on), "
+            f"got {torch.__version__}; flash_attn_varlen_func needs none"
+        )
+    register(impl, register_fn=Kernels)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, softmax_logsumexp (nheads, total_q), and three that are of no use without dropout."""
+    name = f"aten::{_FORWARD}"
+    conventions.refuse_given(
+        name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, num_splits=num_splits
+    )
+    mask = _mask(name, is_causal, window_size_left, window_size_right)
+    options = conventions.Options(
+        name, mask, alibi_slopes, scale, return_lse=True, lengths=_LENGTHS
+    )
+    # The operator would cast, after torch has fixed the dtypes of this call and of its backward.
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = packed_forward(
+            options, query, key, value, cum_seq_q, cum_seq_k, None, seqused_k, block_table
+        )
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    # torch says float32, for float64 as well.
+    return out, lse.float(), state, query.new_empty(0), query.new_empty(0)
+
+
+def in_place(out: Tensor, *args: Any, **options: Any) -> Tensor:
+    result, lse, *_ = forward(*args, **options)
+    out.copy_(result)
+    return lse
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = f"aten::{_BACKWARD}"
+    conventions.refuse_given(name, dropout_p=dropout_p)
+    mask = _mask(name, is_causal, window_size_left, window_size_right)
+    options = conventions.Options(name, mask, scale=scale, lengths=_LENGTHS)
+    pack = calls.pack_of(options, cum_seq_q, cum_seq_k)
+    return packed_gradients(options, grad_out, query, key, value, out, logsumexp, pack)
+
+
+def _mask(function: str, is_causal: bool, left: int | None, right: int | None) -> conventions.Mask:
+    window = [-1 if x is None else x for x in (left, right)]
+    return conventions.mask_of(function, is_causal, window)

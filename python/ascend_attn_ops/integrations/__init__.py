@@ -1,1 +1,0 @@
-"""The operators in other people's models and trainers; nothing here is imported by the package."""

@@ -1,0 +1,32 @@
+"""What models are built of: the indexer and its training, pages of keys and values, masks."""
+
+from ascend_attn_ops._core.pages import (
+    gather_paged_kv,
+    nd_to_nz,
+    nz_cache_shape,
+    nz_to_nd,
+    slot_mapping,
+)
+from ascend_attn_ops._core.sparse_modes import sparse_mode_mask
+from ascend_attn_ops._core.statistics import log_sum_exp
+from ascend_attn_ops.nn.compression import compress_keys
+from ascend_attn_ops.nn.indexer_training import sparse_flash_mla_with_indexer_loss
+from ascend_attn_ops.nn.lightning_indexer import LightningIndexer
+from ascend_attn_ops.nn.quantization import quantize_attention_inputs
+from ascend_attn_ops.nn.training import attach_loss, save_attention_policy
+
+__all__ = [
+    "LightningIndexer",
+    "attach_loss",
+    "compress_keys",
+    "gather_paged_kv",
+    "log_sum_exp",
+    "nd_to_nz",
+    "nz_cache_shape",
+    "nz_to_nd",
+    "quantize_attention_inputs",
+    "save_attention_policy",
+    "slot_mapping",
+    "sparse_flash_mla_with_indexer_loss",
+    "sparse_mode_mask",
+]

@@ -1,0 +1,147 @@
+"""Quantisation for the int8 path of prompt_flash_attention."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ascend_attn_ops._core.arguments import check_memory, check_tensor, shown, wrong
+from ascend_attn_ops._core.torch_private import assert_async
+
+_NAME = "ascend::quantize_attention_inputs"
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
+_LARGEST = 127.0
+_SMALLEST_SCALE = 2.0**-126
+# The device uses the upper 19 bits of a float32 that is passed as uint64.
+_UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
+
+
+class QuantizedAttentionInputs(NamedTuple):
+    """Arguments of prompt_flash_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    deq_scale1: Tensor
+    quant_scale1: Tensor
+    deq_scale2: Tensor
+
+
+@torch.no_grad()
+def quantize_attention_inputs(
+    query: Tensor, key: Tensor, value: Tensor, *, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedAttentionInputs:
+    """Quantise query, key and value to int8, with the scales that prompt_flash_attention takes.
+
+    Quantisation is symmetric, with one scale per tensor. With a = max(abs(x)) for each tensor x::
+
+        x8 = round(x / s),  s = a / 127
+
+        deq_scale1   = s_query * s_key        for the integer products of query and key
+        quant_scale1 = 127                    for the exponentials, which are at most 1
+        deq_scale2   = s_value / 127          for their integer products with value
+
+    A scale that its dtype cannot represent is rounded up, and key and value are quantised with the
+    rounded scale, so that rounding it costs no accuracy. All-zero tensors become zeros. The call
+    synchronises with the device once, to read the three maxima.
+
+    Args:
+        query: any shape and layout; float16, bfloat16 or float32.
+        key: as query.
+        value: as query.
+        scale_dtype: dtype of deq_scale1 and deq_scale2: torch.float32, or torch.uint64, which holds
+            the bits of a float32, of which the device uses the upper 19.
+
+    Returns:
+        query, key, value: int8, same shapes and device; deq_scale1, deq_scale2: (1,) of
+        scale_dtype; quant_scale1: (1,), float32. The names are those of prompt_flash_attention's
+        arguments: pass them as `**inputs._asdict()`.
+
+    Raises:
+        TypeError: not a tensor, or one of another dtype, or scale_dtype is neither of the two.
+        ValueError: a tensor is on another device than query, has infinite or NaN elements, or
+            elements so large that the product of two scales is infinite.
+        NotImplementedError: a tensor is sparse, or on the device meta.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query, key, value = torch.randn(3, 1, 4, 100, 64, dtype=torch.bfloat16)
+        >>> inputs = ascend_attn_ops.quantize_attention_inputs(query, key, value)
+        >>> out = ascend_attn_ops.prompt_flash_attention(
+        ...     **inputs._asdict(), num_heads=4, layout="BNSD", sparse_mode=3, scale_value=64**-0.5)
+        >>> out.shape, out.dtype
+        (torch.Size([1, 4, 100, 64]), torch.float16)
+    """
+    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in _UNUSED_BITS:
+        expected = "torch.float32 or torch.uint64"
+        raise wrong(TypeError, _NAME, "scale_dtype", expected, shown(scale_dtype))
+    tensors = {"query": query, "key": key, "value": value}
+    largest = _largest(tensors)
+    s_query, s_key, s_value = (
+        (largest / _LARGEST).clamp(min=_SMALLEST_SCALE).where(largest > 0, 1.0).unbind()
+    )
+    deq_scale1 = _rounded_up(s_query * s_key, scale_dtype)
+    deq_scale2 = _rounded_up(s_value / _LARGEST, scale_dtype)
+    return QuantizedAttentionInputs(
+        query=_to_int8(query, s_query),
+        key=_to_int8(key, deq_scale1.double() / s_query),
+        value=_to_int8(value, deq_scale2.double() * _LARGEST),
+        deq_scale1=_scale(deq_scale1, scale_dtype, query.device),
+        quant_scale1=torch.full((1,), _LARGEST, device=query.device),
+        deq_scale2=_scale(deq_scale2, scale_dtype, query.device),
+    )
+
+
+def _largest(tensors: dict[str, Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor, 0 for an empty one; on the host in eager.
+
+    Compiled code does not read it, and checks it when it runs.
+    """
+    for name, tensor in tensors.items():
+        check_tensor(_NAME, name, tensor)
+        if not is_compiling():
+            check_memory(_NAME, name, tensor)
+        if tensor.dtype not in _DTYPES:
+            expected = "dtype float16, bfloat16 or float32"
+            raise wrong(TypeError, _NAME, name, expected, str(tensor.dtype))
+        if tensor.device != tensors["query"].device:
+            expected = f"device {tensors['query'].device} (query's)"
+            raise wrong(ValueError, _NAME, name, expected, str(tensor.device))
+    if tensors["query"].is_meta:
+        expected = "elements to read"
+        raise wrong(NotImplementedError, _NAME, "query", expected, "a tensor on the device meta")
+    values = [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors.values()]
+    largest = torch.stack([x.float() for x in values])
+    if is_compiling():
+        assert_async(largest.isfinite().all(), f"{_NAME}: expected finite elements")
+        return largest.double()
+    for name, value in zip(tensors, largest.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise wrong(ValueError, _NAME, name, "finite elements", str(value))
+    return largest.cpu().double()
+
+
+def _to_int8(x: Tensor, scale: Tensor) -> Tensor:
+    return x.to(torch.float32, copy=True).div_(scale).round_().to(torch.int8)
+
+
+def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the smallest scale of at least `scale` that the operator can read from `dtype`."""
+    unused = (1 << _UNUSED_BITS[dtype]) - 1
+    nearest = scale.clamp(min=_SMALLEST_SCALE).float()
+    bits = nearest.view(torch.int32) + (nearest < scale)
+    rounded = ((bits + unused) & ~unused).view(torch.float32)
+    if not is_compiling() and not rounded.isfinite():
+        expected = f"elements whose scale times query's is finite in {dtype}"
+        raise wrong(ValueError, _NAME, "key", expected, f"a product of {float(scale):.3g}")
+    return rounded
+
+
+def _scale(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype == torch.uint64:
+        value = value.view(torch.int32).long().view(torch.uint64)
+    return value.reshape(1).to(device)

@@ -1,0 +1,116 @@
+"""Attention over all keys that a mask keeps, for inference, in floating point or int8."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import Never
+
+from ascend_attn_ops._core.operators import ALL_TOKENS, Operator, refuse_unknown
+from ascend_attn_ops._core.packing import Lengths
+
+_OPERATOR = Operator("prompt_flash_attention")
+
+
+def prompt_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: str,
+    num_heads: int | None = None,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
+    deq_scale1: Tensor | None = None,
+    quant_scale1: Tensor | None = None,
+    deq_scale2: Tensor | None = None,
+    quant_scale2: Tensor | None = None,
+    quant_offset2: Tensor | None = None,
+    scale_value: float | None = None,
+    pre_tokens: int = ALL_TOKENS,
+    next_tokens: int = ALL_TOKENS,
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    **unknown: Never,
+) -> Tensor:
+    """Attention of every query over the keys that its mask keeps, without gradients.
+
+    With S the scores of a row::
+
+        S   = query @ key^T * scale_value
+        P   = exp(S - max(S[kept]));  out = P[kept] @ value[kept] / sum(P[kept])
+
+    With int8 query, key and value, S is float16 and the sum is over P before it is rounded::
+
+        S   = half(saturate(int32(query @ key^T) * deq_scale1)) * half(scale_value)
+        out = int32(int8(P * quant_scale1) @ value) * deq_scale2 / sum(P)
+
+    For int8 inputs deq_scale2 includes 1 / quant_scale1. With quant_scale2 the output is int8::
+
+        int8(half(out) * quant_scale2 + quant_offset2)
+
+    A conversion to int8 rounds half to even and saturates. Rows after the valid length of their
+    batch and rows that keep no key are zero, in int8 as well. For gradients, use
+    :func:`flash_attention_score`.
+
+    Args:
+        query: (B, Sq, N*D) in layout BSH, (B, Sq, N, D) in BSND, (B, N, Sq, D) in BNSD and
+            BNSD_BSND; float16, bfloat16 or int8 (float32 and float64 as well when the device limits
+            are off).
+        key: as query, with Skv tokens and Nk heads: query head n reads key head n // (N / Nk).
+        value: as key.
+        num_heads: N, the number of query heads. BSH needs it.
+        atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (Sq,
+            Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, Skv); further rows and
+            columns are ignored. Modes 2 to 4 take a compressed mask, (2048, 2048), (1, 2048, 2048)
+            or (1, 1, 2048, 2048), and need none.
+        actual_seq_lengths_query: how many of the Sq queries are valid, for each batch, or one
+            number for all of them; further numbers are ignored. None or empty: all Sq. A tensor or
+            a list; a tensor on the NPU makes the call wait for it.
+        actual_seq_lengths_key: as actual_seq_lengths_query, for key.
+        deq_scale1: one float32, or one uint64 whose low half holds the upper 19 bits of a float32.
+            Required with int8 inputs, like quant_scale1 and deq_scale2; None otherwise.
+        quant_scale1: one float32.
+        deq_scale2: as deq_scale1, of the same dtype.
+        quant_scale2: makes the output int8. One float32 value, or, where D is a multiple of 32, one
+            for each of the N * D channels; or the half type of the inputs.
+        quant_offset2: dtype and shape of quant_scale2; None for 0. An error where the
+            mask leaves rows without keys, whose output is 0 and not the offset.
+        scale_value: factor of the scores; None for 1 / sqrt(D).
+        pre_tokens: sparse_mode 0 with a mask, and 4: how many keys before the diagonal are kept.
+        next_tokens: how many after it.
+        layout: "BSH", "BSND", "BNSD", or "BNSD_BSND": inputs in BNSD, output in BSND.
+        num_key_value_heads: Nk, a divisor of N and at least N / 64; 0 for N.
+        sparse_mode: which keys are kept. 0: without a mask all, otherwise those of atten_mask
+            within pre_tokens and next_tokens; 1: those of atten_mask; 2: causal from the top left;
+            3: causal to the bottom right; 4: a band to the bottom right. Corners are those of the
+            valid lengths.
+
+    Returns:
+        A tensor of query's shape, in layout BNSD_BSND (B, Sq, N, D). int8 with quant_scale2,
+        otherwise float16 for int8 inputs and query's dtype for all others.
+
+    Raises:
+        As :func:`flash_attention_score`; also NotImplementedError for an input that requires grad.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query = torch.randn(2, 4, 6, 64, dtype=torch.bfloat16)
+        >>> key, value = torch.randn(2, 2, 2, 9, 64, dtype=torch.bfloat16)
+        >>> out = ascend_attn_ops.prompt_flash_attention(
+        ...     query, key, value, num_heads=4, num_key_value_heads=2, layout="BNSD_BSND",
+        ...     actual_seq_lengths_query=[6, 3], actual_seq_lengths_key=[9, 5], sparse_mode=3)
+        >>> out.shape, out[1, 3:].any().item()
+        (torch.Size([2, 6, 4, 64]), False)
+
+    Source: docs/specification/prompt_flash_attention.md; CANN's documents of
+    aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.
+    """
+    if unknown:
+        refuse_unknown("prompt_flash_attention", unknown)
+    out: Tensor = _OPERATOR.call(
+        query, key, value, num_heads, atten_mask, actual_seq_lengths_query, actual_seq_lengths_key,
+        deq_scale1, quant_scale1, deq_scale2, quant_scale2, quant_offset2, scale_value, pre_tokens,
+        next_tokens, layout, num_key_value_heads, sparse_mode,
+    )  # fmt: skip
+    return out

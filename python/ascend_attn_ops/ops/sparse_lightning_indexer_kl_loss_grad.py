@@ -1,0 +1,85 @@
+"""The gradients of the loss that trains an indexer towards given probabilities."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ascend_attn_ops._core.operators import Operator
+from ascend_attn_ops._core.packing import Lengths
+
+_OPERATOR = Operator("sparse_lightning_indexer_kl_loss_grad")
+
+
+def sparse_lightning_indexer_kl_loss_grad(
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    attn_softmax_l1_norm: Tensor,
+    *,
+    actual_seq_lengths_query: Lengths = None,
+    actual_seq_lengths_key: Lengths = None,
+    cmp_residual_key: Tensor | None = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    cmp_ratio: int = 1,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the KL loss of an indexer whose target is given, as in DeepSeek-V4.
+
+    Over the keys selected for a query token, p is the target and y the softmax of the indexer's
+    scores. The gradient of ``sum p * (log p - log y)`` by the scores is ``y * sum(p) - p``: a row
+    counts as much as its target adds up to. No loss comes out; :func:`lightning_indexer_kl_loss`
+    with ``target=`` is one that autograd differentiates.
+
+    Not to be confused with :func:`sparse_lightning_indexer_grad_kl_loss`, which computes its target
+    itself.
+
+    Args:
+        query_index: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16
+            (float32 and float64 as well when the device limits are off).
+        key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query_index's dtype.
+        weights: (B, S1, Nidx) or (T1, Nidx); float32, without the device limits also
+            query_index's dtype. The scores have no scale: put it into the weights.
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. The keys
+            selected for each token, counted from the first key of the sequence, padded with -1.
+            Keys that the query does not see are passed over.
+        attn_softmax_l1_norm: the target p of every slot, as sparse_indices; float32 (float64 for
+            float64 inputs). Pass 0 behind the last selected key.
+        actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
+        cmp_residual_key: as in :func:`lightning_indexer`; pass the same.
+        layout: "BSND" or "TND".
+        sparse_mode: 0, every key of the sequence is visible; 3, causal, as in
+            :func:`lightning_indexer`.
+        cmp_ratio: how many tokens a key stands for, as in :func:`lightning_indexer`.
+        deterministic: the same bits in every run. The CPU always gives them; CANN documents that
+            A2 and A3 do not, where True is an error.
+
+    Returns:
+        d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor and for
+        the sum over all tokens; and softmax_out, y in its slots and 0 elsewhere, shaped as
+        sparse_indices, in the dtype of the target.
+
+    Raises:
+        As :func:`sparse_flash_attention`.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> query_index = torch.randn(1, 8, 8, 128, dtype=torch.bfloat16)
+        >>> key_index = torch.randn(1, 2, 1, 128, dtype=torch.bfloat16)  # each of four tokens
+        >>> indexer = query_index, key_index, torch.rand(1, 8, 8) * 128**-0.5
+        >>> indices, _ = ascend_attn_ops.lightning_indexer(*indexer, sparse_count=512, cmp_ratio=4)
+        >>> target = (indices >= 0) * 0.25
+        >>> *_, softmax = ascend_attn_ops.sparse_lightning_indexer_kl_loss_grad(
+        ...     *indexer, indices, target, cmp_ratio=4)
+        >>> softmax[0, 3, 0, :2].tolist()  # the fourth token sees the first key
+        [1.0, 0.0]
+
+    Source: docs/specification/sparse_lightning_indexer_kl_loss_grad.md; CANN's document of
+    aclnnSparseLightningIndexerKLLossGrad.
+    """
+    return _OPERATOR.call(
+        query_index, key_index, weights, sparse_indices, attn_softmax_l1_norm,
+        actual_seq_lengths_query, actual_seq_lengths_key, cmp_residual_key, layout, sparse_mode,
+        cmp_ratio, deterministic,
+    )  # fmt: skip
