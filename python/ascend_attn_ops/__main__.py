@@ -101,7 +101,6 @@ def _add_mask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--pre", type=int, default=ALL_TOKENS, help="pre_tokens")
     parser.add_argument("--next", type=int, default=ALL_TOKENS, help="next_tokens")
     parser.add_argument("--prefix", type=int, default=0, help="for modes 5 and 6")
-    parser.add_argument("--out", type=Path, help="write a PNG instead of text")
     parser.set_defaults(run=lambda options: _draw(parser, options))
 
 
@@ -132,10 +131,6 @@ def _draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         )
         for index, (sq, skv) in enumerate(sequences)
     ]  # fmt: skip
-    if options.out:
-        sparse_modes.write_png(drawn, options.out)
-        print(options.out)
-        return 0
     print(f"sparse_mode {options.mode}, {sparse_modes.MODES[options.mode]}")
     print("query down, key across; ■ kept")
     for mask in drawn:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops import _C, reference
+from ascend_attn_ops import _C, ops, reference
 from ascend_attn_ops._core.device_limits import table
 from support import registered
 from support.checkout import ROOT
@@ -39,7 +38,7 @@ def has_wrong_calls(name: str) -> bool:
 
 
 def is_public(name: str) -> bool:
-    return name in ascend_attn_ops.__all__ and bool(getattr(ascend_attn_ops, name).__doc__)
+    return name in ops.__all__ and bool(getattr(ops, name).__doc__)
 
 
 def has_limits(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -156,10 +157,9 @@ def test_importing_under_another_torch() -> None:
 
 
 def test_importing_what_is_not_built(tmp_path: Path) -> None:
-    target = tmp_path / "ascend_attn_ops"
-    target.mkdir()
-    for source in (ROOT / "python/ascend_attn_ops").glob("*.py"):
-        (target / source.name).write_text(source.read_text())
+    sources = ROOT / "python/ascend_attn_ops"
+    built = shutil.ignore_patterns("*.so", "built_with.json")
+    shutil.copytree(sources, tmp_path / "ascend_attn_ops", ignore=built)
     python = ".".join(map(str, sys.version_info[:2]))
     assert import_failure("import ascend_attn_ops", tmp_path) == (
         f"ImportError: ascend_attn_ops._C is not built (for Python {python}); {REMEDY}"

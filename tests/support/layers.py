@@ -47,9 +47,9 @@ CSRC_PARTS = {
 PACKAGE_PARTS = {
     "_core": Part(("_core/*", "_C.pyi"), "errors, loading, lengths, pages, masks, device limits"),
     "ops": Part(("ops/*",), "the public functions, one per operator", ("_core",)),
-    "reference": Part(("reference/*",), "in plain torch, with bounds", ("_core",)),
+    "reference": Part(("reference/*",), "in plain torch", ("_core",)),
     "nn": Part(("nn/*",), "attention, modules, pages, training, int8", ("ops",)),
-    "debug": Part(("debug/*",), "limits, compare, record, report", ("reference",)),
+    "debug": Part(("debug/*",), "compare, record, report", ("reference",)),
     "flash_attn": Part(("flash_attn/*",), "flash-attn's API", ("ops",)),
     "torch_npu": Part(("torch_npu/*",), "torch_npu's API", ("ops",)),
     "distributed": Part(("distributed/*",), "several ranks", ("nn",)),

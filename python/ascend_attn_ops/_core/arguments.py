@@ -46,7 +46,7 @@ def warn_once(function: str, argument: str, text: str) -> None:
 
 
 def _is_of_this_package(names: dict[str, Any]) -> bool:
-    return str(names.get("__name__")).partition(".")[0] == __package__
+    return str(names.get("__name__")).partition(".")[0] == __package__.partition(".")[0]
 
 
 def refuse_traces(function: str) -> None:

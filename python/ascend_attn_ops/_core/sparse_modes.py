@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._core.arguments import INT64_MAX, check_count, check_flag, wrong
@@ -120,33 +114,3 @@ def draw(mask: Tensor) -> str:
     for i, row in enumerate(mask.tolist()):
         lines.append(f"{i:>{margin}} " + " ".join("■" if kept else "·" for kept in row))
     return "\n".join(lines)
-
-
-_CELL = 16
-_KEPT, _MASKED, _LINE = (38, 100, 171), (236, 239, 244), (255, 255, 255)
-
-
-def write_png(masks: Sequence[Tensor], path: Path) -> None:
-    """Draw masks side by side: one cell per query and key, dark where the key is kept."""
-    cells = [_image(mask) for mask in masks]
-    height = max(x.shape[0] for x in cells)
-    padded = [pad(x, (0, 0, 0, _CELL, 0, height - x.shape[0]), value=255) for x in cells]
-    image = torch.cat(padded, 1)[:, :-_CELL]
-    rows = torch.cat((image.new_zeros(height, 1), image.flatten(1)), 1)  # no filter
-    header = struct.pack(">IIBBBBB", image.shape[1], height, 8, 2, 0, 0, 0)
-    data = zlib.compress(bytes(rows.flatten().tolist()), 9)
-    chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks))
-
-
-def _image(mask: Tensor) -> Tensor:
-    colours = torch.tensor([_MASKED, _KEPT], dtype=torch.uint8)[mask.long()]
-    image = colours.repeat_interleave(_CELL, 0).repeat_interleave(_CELL, 1)
-    line = torch.tensor(_LINE, dtype=torch.uint8)
-    image[_CELL - 1 :: _CELL] = line
-    image[:, _CELL - 1 :: _CELL] = line
-    return image
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
