@@ -11,8 +11,8 @@ from random import Random
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.check.bounds import Expected
 from ascend_attn_ops.check.samples.prompt_flash_attention import ExpectedOfInt8
+from ascend_attn_ops.reference.bounds.expected import Expected
 from support.samples import OPERATORS, Sample, bytes_of
 from torch import Tensor
 

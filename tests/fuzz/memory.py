@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 import torch
-from ascend_attn_ops.check.samples.sample import noticed
+from ascend_attn_ops.reference.call import noticed
 from support.samples import Sample
 from torch import Tensor
 

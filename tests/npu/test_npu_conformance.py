@@ -10,7 +10,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sample import lengths
+from ascend_attn_ops.reference.call import lengths
 from device_samples import is_pack_gradient
 from support.samples import OPERATORS, RECIPES, Recipe, Sample
 

@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples.sample import bytes_of
+from ascend_attn_ops.reference.call import bytes_of
 from support.torch_defects import INDUCTOR_LOSES_THE_OFFSET
 from torch import Tensor
 

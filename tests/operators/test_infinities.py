@@ -7,7 +7,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sample import as_tuple
+from ascend_attn_ops.reference.call import as_tuple
 from support.checkout import ROOT
 from support.samples import OPERATORS, Sample
 from torch import Tensor

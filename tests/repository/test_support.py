@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from ascend_attn_ops.check.bounds import OF_TERMS, within
+from ascend_attn_ops.reference.bounds.expected import OF_TERMS, within
 from support import turns
 from support.samples import RECIPES
 from support.tolerance import Tolerance, assert_close

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import VANISHING
 from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
 from ascend_attn_ops.check.samples.record import Outputs
+from ascend_attn_ops.reference.bounds.expected import VANISHING
 from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
 from torch import Tensor
 

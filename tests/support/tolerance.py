@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from ascend_attn_ops.check.bounds import cosine_difference
+from ascend_attn_ops.reference.bounds.expected import cosine_difference
 from torch import Tensor
 
 

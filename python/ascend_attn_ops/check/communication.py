@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ascend_attn_ops._core import library
-from ascend_attn_ops.check.bounds import OF_TERMS
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
+from ascend_attn_ops.reference.bounds.expected import OF_TERMS
 
 SECTION = "communication"
 METHODS = ("allgather", "ring", "ulysses")

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.check.bounds import Expected, half_ulp
 from ascend_attn_ops.check.samples import OPERATORS, Sample, bytes_of, sample_of
 from ascend_attn_ops.check.samples.lightning_indexer import all_scores
+from ascend_attn_ops.reference.bounds.expected import Expected, half_ulp
 
 PATTERNS = ("*.pt", "*.pt.xz")
 PRODUCTS = ("A2", "A3")  # which have the same kernels

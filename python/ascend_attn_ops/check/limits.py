@@ -22,7 +22,7 @@ from ascend_attn_ops.check import boundaries
 from ascend_attn_ops.check.numbers import compare, placed_on
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample, named_tensors, sample_of
-from ascend_attn_ops.check.samples.sample import LENGTHS_ON_HOST
+from ascend_attn_ops.reference.call import LENGTHS_ON_HOST
 
 SECTION = "limits"
 # Larger calls end after their first phase: the reference takes too long for them.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.device_limits import limits
-from ascend_attn_ops.check.bounds import OF_TERMS, Expected, magnitude
 from ascend_attn_ops.check.gradients import (
     differentiable_names,
     incoming_gradients,
@@ -27,6 +26,7 @@ from ascend_attn_ops.check.samples import (
     bytes_of,
     named_tensors,
 )
+from ascend_attn_ops.reference.bounds.expected import OF_TERMS, Expected, magnitude
 
 SECTION = "numbers"
 HALF = (torch.bfloat16, torch.float16)

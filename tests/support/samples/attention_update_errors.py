@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from ascend_attn_ops.check.samples.attention_update import ATTENTION_UPDATE, CASES, UpdateCase
-from ascend_attn_ops.check.samples.sample import Sample
+from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 
 from .wrong_call import elsewhere, flatter, longer, wrong_call

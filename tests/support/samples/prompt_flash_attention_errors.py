@@ -14,7 +14,7 @@ from ascend_attn_ops.check.samples.prompt_flash_attention import (
     quantization,
 )
 from ascend_attn_ops.check.samples.randomness import Random
-from ascend_attn_ops.check.samples.sample import Sample, named_tensors
+from ascend_attn_ops.reference.call import Sample, named_tensors
 
 from .wrong_call import (
     LENGTHS,

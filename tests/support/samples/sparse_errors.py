@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from ascend_attn_ops.check.samples.record import Operator
-from ascend_attn_ops.check.samples.sample import Sample
 from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
+from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 
 from .wrong_call import WrongCall, deeper, elsewhere, filled, flatter, longer, wrong_call

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from ascend_attn_ops.check.samples.record import Operator
-from ascend_attn_ops.check.samples.sample import Sample
 from ascend_attn_ops.check.samples.sparse_flash_mla import (
     DEVICE,
     LENGTHS,
@@ -19,6 +18,7 @@ from ascend_attn_ops.check.samples.sparse_flash_mla import (
     SPARSE_FLASH_MLA_GRAD,
     MlaCase,
 )
+from ascend_attn_ops.reference.call import Sample
 
 from . import sparse_errors as shared
 from .sparse_errors import edited, first_index

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ascend_attn_ops.check.samples.sample import Sample
 from ascend_attn_ops.check.samples.sparse_lightning_indexer_grad_kl_loss import KL_LOSS
+from ascend_attn_ops.reference.call import Sample
 
 from . import sparse_errors as shared
 from .wrong_call import statistics_rules, wrong_call

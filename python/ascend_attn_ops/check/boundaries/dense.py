@@ -11,7 +11,7 @@ import torch
 
 from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build, build_grad
-from ascend_attn_ops.check.samples.sample import LENGTHS_ON_HOST
+from ascend_attn_ops.reference.call import LENGTHS_ON_HOST
 
 from .rule import Rule
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ascend_attn_ops.check.samples.record import Gradient, Operator, Recipe
-from ascend_attn_ops.check.samples.sample import Sample, as_tuple, bytes_of, named_tensors
 from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_ops.reference.call import Sample, as_tuple, bytes_of, named_tensors
 
 _MODULES = [
     importlib.import_module(f"{__name__}.{module.name}")

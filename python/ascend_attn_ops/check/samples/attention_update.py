@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import OF_TERMS, Expected, within
+from ascend_attn_ops.reference.bounds.expected import OF_TERMS, Expected, within
+from ascend_attn_ops.reference.call import Sample
 
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import Expected, largest_score, magnitude, of_statistics, within
+from ascend_attn_ops.reference.bounds.expected import (
+    Expected,
+    largest_score,
+    magnitude,
+    of_statistics,
+    within,
+)
+from ascend_attn_ops.reference.call import Sample, lengths, with_lists
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.flash_attention_score import by_head, from_heads, to_heads
 
 from .masks import compressed_mask, prefix_mask, random_mask
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample, lengths, with_lists
 
 _NAMED = 16  # lengths that the name of a case lists
 

@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import OF_TERMS, Expected, largest_score, magnitude, within
+from ascend_attn_ops.reference.bounds.expected import (
+    OF_TERMS,
+    Expected,
+    largest_score,
+    magnitude,
+    within,
+)
+from ascend_attn_ops.reference.call import Sample, with_lists
+from ascend_attn_ops.reference.call import lengths as as_lengths
 from ascend_attn_ops.reference.operators.flash_attention_score import to_heads
 from ascend_attn_ops.reference.operators.fused_infer_attention_score import layouts, pages_by_head
 
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
-from .sample import Sample, with_lists
-from .sample import lengths as as_lengths
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import (
+from ascend_attn_ops.reference.bounds.expected import (
     OF_TERMS,
     VANISHING,
     Expected,
@@ -17,6 +17,7 @@ from ascend_attn_ops.check.bounds import (
     magnitude,
     within,
 )
+from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.sequences import (
     index_lists,
     leading_indices,
@@ -28,7 +29,6 @@ from ascend_attn_ops.reference.sequences import (
 
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample
 from .sparse import COMPRESSED, Pages, SparseCase, indices, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))

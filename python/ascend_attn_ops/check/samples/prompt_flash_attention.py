@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import (
+from ascend_attn_ops.reference.bounds.expected import (
     OF_TERMS,
     Expected,
     half_ulp,
@@ -18,6 +18,8 @@ from ascend_attn_ops.check.bounds import (
     magnitude,
     within,
 )
+from ascend_attn_ops.reference.call import Sample, with_lists
+from ascend_attn_ops.reference.call import lengths as as_lengths
 from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
 from ascend_attn_ops.reference.operators.prompt_flash_attention import (
     quantized,
@@ -28,8 +30,6 @@ from ascend_attn_ops.reference.operators.prompt_flash_attention import (
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
-from .sample import Sample, with_lists
-from .sample import lengths as as_lengths
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.check.bounds import Expected
-
-from .sample import Sample
+from ascend_attn_ops.reference.bounds.expected import Expected
+from ascend_attn_ops.reference.call import Sample
 
 Outputs = tuple[Tensor, ...]
 

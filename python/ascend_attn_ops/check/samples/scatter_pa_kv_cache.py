@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops._core.pages import nz_cache_shape
+from ascend_attn_ops.reference.call import Sample
 
 from .randomness import Random
 from .record import Operator
-from .sample import Sample
 
 
 @dataclass(frozen=True)

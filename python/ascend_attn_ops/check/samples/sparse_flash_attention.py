@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import Expected, largest_score, magnitude, of_statistics, within
+from ascend_attn_ops.reference.bounds.expected import (
+    Expected,
+    largest_score,
+    magnitude,
+    of_statistics,
+    within,
+)
+from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
 from ascend_attn_ops.reference.sequences import with_dense_keys
 
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample
 from .sparse import Pages, SparseCase, indices, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import (
+from ascend_attn_ops.reference.bounds.expected import (
     OF_TERMS,
     Expected,
     largest_score,
     magnitude,
     within,
 )
+from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.operators.sparse_flash_mla import visible
 
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample
 from .sparse import Pages, SparseCase
 
 LENGTHS = tuple(f"actual_seq_lengths_{x}" for x in ("query", "ori_kv", "cmp_kv"))

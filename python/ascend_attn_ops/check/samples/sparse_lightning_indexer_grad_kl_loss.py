@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import Expected, counted_signs, largest_score, magnitude, within
+from ascend_attn_ops.reference.bounds.expected import (
+    Expected,
+    counted_signs,
+    largest_score,
+    magnitude,
+    within,
+)
+from ascend_attn_ops.reference.call import Sample, lengths, with_lists
 from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
 from ascend_attn_ops.reference.sequences import (
     index_lists,
@@ -21,7 +28,6 @@ from ascend_attn_ops.reference.sequences import (
 from . import sparse_flash_attention
 from .randomness import Random
 from .record import Gradient, Operator, Outputs
-from .sample import Sample, lengths, with_lists
 from .sparse import LENGTHS, SparseCase, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)), rope=8)

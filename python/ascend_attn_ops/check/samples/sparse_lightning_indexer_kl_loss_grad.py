@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.bounds import Expected, counted_signs, magnitude, within
+from ascend_attn_ops.reference.bounds.expected import Expected, counted_signs, magnitude, within
+from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import (
     index_lists,
@@ -20,7 +21,6 @@ from ascend_attn_ops.reference.sequences import (
 
 from .randomness import Random
 from .record import Operator
-from .sample import Sample
 from .sparse import COMPRESSED, SparseCase, indices, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))

@@ -1,0 +1,1 @@
+"""Bounds on the results of each operator."""
