@@ -236,7 +236,7 @@ def test_results_are_apart_by_what_an_output_is() -> None:
     assert [x.allowed for x in distances.values()] == [False, False, True]
     assert distances["softmax_max"].difference == pytest.approx(0.01, rel=1e-3)
     # The distance of an element is measured in its own bound.
-    one = OPERATORS["sparse_flash_attention"].expected
+    one = OPERATORS["sparse_flash_attention"].bounds.expected
     assert one is not None
     bound = one(made.sample)[0]
     moved = {**near, "out": (bound.exact + 3 * bound.allowed).to(torch.bfloat16)}

@@ -33,8 +33,8 @@ def test_the_cpu_is_checked_where_no_torch_npu_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["check", "--hang", "3", "--only", "succeed"]
-    monkeypatch.setattr(command._library, "npu_module", lambda: None)
-    monkeypatch.setattr(command._library, "npu_unavailable", "no libascendcl.so")
+    monkeypatch.setattr(command.library, "npu_module", lambda: None)
+    monkeypatch.setattr(command.library, "npu_unavailable", "no libascendcl.so")
     monkeypatch.setattr(command.importlib.util, "find_spec", {"torch_npu": True}.get)
     with pytest.raises(SystemExit, match=r"--device: expected cpu or .* none: no libascendcl\.so"):
         main(arguments)

@@ -67,7 +67,7 @@ def assert_products(dtype: torch.dtype, heads: int, size: int, keys: int) -> Non
     )
     for sample in (forward, gradient):
         operator = OPERATORS[sample.operator]
-        operator.assert_matches_reference(sample, sample.call(torch.ops.ascend))
+        operator.bounds.check(sample, sample.call(torch.ops.ascend))
 
 
 def test_products_with_mkldnn_switched_off() -> None:

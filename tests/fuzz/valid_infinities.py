@@ -45,7 +45,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Compares; numbers of `same_nan` that are not finite in the reference must be equal."""
     expected = []
-    bounds = bounds or OPERATORS[sample.operator].expected(sample)
+    bounds = bounds or OPERATORS[sample.operator].bounds.expected(sample)
     for one, x in zip(bounds, actual, strict=True):
         exact, allowed = (y.double().expand(x.shape) for y in (one.exact, one.allowed))
         if one.name not in same_nan:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops.check.numbers import placed_on
 from ascend_attn_ops.check.selection import with_cut_blocks_last
 from support.samples import RECIPES, Recipe, Sample
 from support.turns import nightly
@@ -22,7 +21,7 @@ def first(operator: str) -> Recipe:
 
 
 def to_npu(sample: Sample) -> Sample:
-    return placed_on(sample, "npu")
+    return sample.copied_to("npu")
 
 
 def as_launched(sample: Sample) -> Sample:

@@ -113,7 +113,7 @@ def test_tokens_that_bound_nothing(mode: int, most: int) -> None:
 def test_a_bias_of_1024_rows(case: FlashCase) -> None:
     sample = build(case, torch.float32)
     record = OPERATORS["flash_attention_score"]
-    record.assert_matches_reference(sample, sample.call(torch.ops.ascend))
+    record.bounds.check(sample, sample.call(torch.ops.ascend))
 
 
 def test_a_bias_of_1024_rows_and_no_batch() -> None:

@@ -81,7 +81,7 @@ def test_probabilities_below_the_smallest_count_as_it() -> None:
     """Probabilities that the indexer gives to keys which the attention reads."""
     sample = sample_of(BSND)
     far = sample.replace(weights=1000 * sample.tensors["weights"])
-    KL_LOSS.assert_matches_reference(far, far.call(torch.ops.ascend))
+    KL_LOSS.bounds.check(far, far.call(torch.ops.ascend))
 
 
 @each_case

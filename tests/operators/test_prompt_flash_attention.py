@@ -249,7 +249,7 @@ def check(
     sample = sample_of(tensors, {**options(tensors, scale_value, atten_mask), **quantization})
     (out,) = sample.call(ascend_attn_ops)
     assert out.dtype == torch.float16
-    OPERATORS[sample.operator].assert_matches_reference(sample, (out,))
+    OPERATORS[sample.operator].bounds.check(sample, (out,))
     return out
 
 
@@ -364,4 +364,4 @@ def test_other_processors(instructions: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 50, 16).bfloat16()
     sample = sample_of((q, k, v), options([q, k, v], 0.25, None))
-    OPERATORS[sample.operator].assert_matches_reference(sample, (half,))
+    OPERATORS[sample.operator].bounds.check(sample, (half,))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
-from ascend_attn_ops.check.samples.record import Outputs
 from ascend_attn_ops.reference.bounds.expected import VANISHING
+from ascend_attn_ops.reference.bounds.flash_attention_score import head_counts
+from ascend_attn_ops.reference.call import Outputs
 from ascend_attn_ops.reference.operators.flash_attention_score import from_heads, to_heads
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def rows_with_keys(sample: Sample) -> Tensor:
 def dense(sample: Sample) -> Probabilities:
     """Weights of flash_attention_score, in (B, N, Sq, Skv), or in TND (1, N, T1, T2)."""
     a = sample.exact_arguments()
-    heads, key_heads = flash_attention_score.head_counts(a)
+    heads, key_heads = head_counts(a)
     queries = to_heads(sample.inputs["query"], heads, a.layout).shape[2]
     batch, _, keys, size = to_heads(sample.inputs["value"], key_heads, a.layout).shape
     rows, dtype = heads // key_heads * queries, sample.inputs["query"].dtype

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.check.numbers import compare, placed_on
+from ascend_attn_ops.check.numbers import compare
 from ascend_attn_ops.check.probe import PASS, Context, Outcome, Probe, Skip
-from ascend_attn_ops.check.samples import OPERATORS, Operator, Recipe, Sample, bytes_of
+from ascend_attn_ops.check.samples import OPERATORS, Recipe, Sample, bytes_of
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
 from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
@@ -47,7 +47,7 @@ def _placed(recipe: Recipe, context: Context) -> Sample:
     sample = recipe.make(_half(context))
     if refused := context.refusal(sample):
         raise Skip(refused)
-    return placed_on(sample, context.device)
+    return sample.copied_to(context.device)
 
 
 def _on_cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def _on_cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _is_right(recipe: Recipe, outputs: tuple[Tensor, ...], context: Context) -> Outcome:
-    return compare(recipe.operator, recipe.make(_half(context)), _on_cpu(outputs))
+    return compare(recipe.make(_half(context)), outputs)
 
 
 def _same_bits(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> int:
@@ -150,7 +150,7 @@ def _replayed(sample: Sample, other: Sample, context: Context, **options: Any) -
         if "Failed to find function" in str(error):
             raise Skip(f"this CANN captures no such graph: {error}") from error
         raise
-    for name, x in placed_on(other, context.device).tensors.items():
+    for name, x in other.copied_to(context.device).tensors.items():
         sample.tensors[name].copy_(x)
     if options:
         lengths = {name: x for name, x in other.options.items() if name in LENGTHS}
@@ -158,7 +158,7 @@ def _replayed(sample: Sample, other: Sample, context: Context, **options: Any) -
         captured.update(cpu_update_input=[lengths])
     captured.replay()
     context.synchronize()
-    return compare(OPERATORS[sample.operator], other, _on_cpu(outputs))
+    return compare(other, outputs)
 
 
 def _npu(context: Context) -> Any:
@@ -177,12 +177,11 @@ EACH: dict[str, Callable[[Recipe, Context], Outcome]] = {
 }
 
 
-def _dense(case: FlashCase, context: Context) -> tuple[Operator, Sample]:
-    operator = OPERATORS["flash_attention_score"]
-    sample = operator.make(case, _half(context))
+def _dense(case: FlashCase, context: Context) -> Sample:
+    sample = OPERATORS["flash_attention_score"].make(case, _half(context))
     if refused := context.refusal(sample):
         raise Skip(refused)
-    return operator, sample
+    return sample
 
 
 def two_devices(context: Context) -> Outcome:
@@ -190,22 +189,22 @@ def two_devices(context: Context) -> Outcome:
     npu = _npu(context)
     if npu.device_count() < 2:
         raise Skip("there is one device")
-    operator, sample = _dense(FlashCase(), context)
+    sample = _dense(FlashCase(), context)
     second = (torch.device(context.device).index or 0) ^ 1
-    outputs = placed_on(sample, f"npu:{second}").call(torch.ops.ascend)
+    outputs = sample.copied_to(f"npu:{second}").call(torch.ops.ascend)
     npu.synchronize(second)
     assert all(x.device.index == second for x in outputs), "outputs on another device"
-    return compare(operator, sample, _on_cpu(outputs))
+    return compare(sample, outputs)
 
 
 def after_an_error(context: Context) -> Outcome:
     """A good call after one with wrong arguments."""
-    operator, sample = _dense(FlashCase(), context)
-    placed = placed_on(sample, context.device)
+    sample = _dense(FlashCase(), context)
+    placed = sample.copied_to(context.device)
     try:
         placed.replace(num_heads=3).call(torch.ops.ascend)
     except ValueError:
-        return compare(operator, sample, _on_cpu(placed.call(torch.ops.ascend)))
+        return compare(sample, placed.call(torch.ops.ascend))
     return Outcome("differs", "a wrong number of heads is accepted")
 
 
@@ -213,9 +212,9 @@ def many_sequences(context: Context) -> Outcome:
     """A pack of 1,000 sequences, some of them empty."""
     lengths = tuple(i % 4 for i in range(1000))
     case = FlashCase(layout="TND", lengths=(lengths, lengths), heads=(1, 1), d=(16, 16), mode=3)
-    operator, sample = _dense(case, context)
-    outputs = placed_on(sample, context.device).call(torch.ops.ascend)
-    return compare(operator, sample, _on_cpu(outputs))
+    sample = _dense(case, context)
+    outputs = sample.copied_to(context.device).call(torch.ops.ascend)
+    return compare(sample, outputs)
 
 
 def other_lengths(context: Context) -> Outcome:
@@ -224,9 +223,9 @@ def other_lengths(context: Context) -> Outcome:
     first = ((3, 6, 4), (5, 9, 4))
     for lengths in (first, ((6, 3, 4), (9, 5, 4)), ((13,), (18,)), first):
         case = FlashCase(layout="TND", lengths=lengths, mode=3)
-        operator, sample = _dense(case, context)
-        outputs = placed_on(sample, context.device).call(torch.ops.ascend)
-        outcome = compare(operator, sample, _on_cpu(outputs))
+        sample = _dense(case, context)
+        outputs = sample.copied_to(context.device).call(torch.ops.ascend)
+        outcome = compare(sample, outputs)
     return outcome
 
 
@@ -237,7 +236,7 @@ def graph_lengths(name: str, cases: Sequence[Any], context: Context) -> Outcome:
     first, other = (OPERATORS[name].make(case, _half(context)) for case in cases)
     if refused := context.refusal(first) or context.refusal(other):
         raise Skip(refused)
-    first = placed_on(first, context.device)
+    first = first.copied_to(context.device)
     return _replayed(first, other, context, auto_dispatch_capture=True)
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.arguments import check_memory, check_tensor
 from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
-from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of
+from ascend_attn_ops.reference.bounds import BOUNDS
+from ascend_attn_ops.reference.bounds.expected import Expected
+from ascend_attn_ops.reference.call import Sample
 
 # More would take the reference minutes.
 MOST_OPERATIONS = 20_000_000_000
-
-# How far the means that scatter_pa_kv_cache_ writes may be from exact, relative to max(1, |x|).
-_OF_MEANS = {torch.float16: 2**-8, torch.bfloat16: 2**-7}
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,14 @@ class Comparing(CallObserver):
         number = next(self._numbers)
         due = report.calls[operator] % self._every == 0
         report.calls[operator] += 1
-        in_place = due and OPERATORS[operator].in_place and not_readable(call.sample) is None
+        in_place = due and BOUNDS[operator].in_place and not_readable(call.sample) is None
         before = on_the_host(call.sample) if in_place else call.sample
         outputs = run()
         if due:
             reason = not_comparable(call.sample)
             if reason is None:
                 report.compared[operator] += 1
-                text = difference(before, call.sample, as_tuple(outputs), self._rtol)
+                text = difference(before, call.sample, outputs, self._rtol)
                 if text is not None:
                     report.differences.append(Difference(operator, number, call.place, text))
             else:
@@ -116,60 +114,24 @@ def not_comparable(sample: Sample) -> str | None:
 
 
 @torch.no_grad()
-def difference(
-    before: Sample, after: Sample, outputs: Sequence[Tensor], rtol: float | None
-) -> str | None:
+def difference(before: Sample, after: Sample, outputs: Any, rtol: float | None) -> str | None:
     """Describes the outputs of a call that are out of bounds; None if none is.
 
     `before` and `after` differ where the operator writes to its arguments.
     """
-    operator = OPERATORS[before.operator]
-    host = on_the_host(before)
-    if operator.in_place:
-        return _written_difference(host, on_the_host(after))
-    got = tuple(x.detach().cpu() for x in outputs)
+    bounds, host = BOUNDS[before.operator], on_the_host(before)
+    results = [x.detach().cpu() for x in bounds.results(after, outputs).values()]
     try:
         with limits(None):
-            # A selection has no distance.
-            if rtol is None or operator.compare is not None:
-                operator.assert_matches_reference(host, got)
+            # Neither a selection nor a copy has a distance.
+            if rtol is None or bounds.expected is None or bounds.in_place:
+                bounds.check(host, results)
             else:
-                _assert_close(operator.output_names, got, host.double().call(reference), rtol)
+                exact = host.double().call(reference)
+                for name, x, y in zip(bounds.output_names, results, exact, strict=True):
+                    largest = y.abs().nan_to_num(0, 0, 0).amax() if y.numel() else y.sum()
+                    allowed = (rtol * largest.double()).expand(y.shape)
+                    Expected(name, y, allowed, rounded=False).check(x)
     except AssertionError as error:
         return str(error)
     return None
-
-
-def _written_difference(before: Sample, after: Sample) -> str | None:
-    """Compares caches: copies are exact, the means of "Rope" are rounded."""
-    before.call(reference)
-    means = before.options.get("scatter_mode") == "Rope"
-    lines = []
-    for name in ("key_cache", "value_cache"):
-        x, y = after.tensors.get(name), before.tensors.get(name)
-        if x is None or y is None:
-            continue
-        differs = (bytes_of(x) != bytes_of(y)).view(x.numel(), -1).any(-1)
-        if means and x.dtype in _OF_MEANS:
-            exact, rounded = y.flatten().double(), x.flatten().double()
-            differs &= ~((rounded - exact).abs() <= _OF_MEANS[x.dtype] * exact.abs().clamp(min=1))
-        if bool(differs.any()):
-            lines.append(f"{name}: {int(differs.sum())} of {x.numel()} elements differ")
-    return "\n".join(lines) or None
-
-
-def _assert_close(
-    names: Sequence[str], got: Sequence[Tensor], exact: Sequence[Tensor], rtol: float
-) -> None:
-    lines = []
-    for name, x, y in zip(names, got, exact, strict=True):
-        allowed = rtol * float(y.abs().nan_to_num(0, 0, 0).max()) if y.numel() else 0.0
-        same = (x == y) | (x.isnan() & y.isnan())
-        outside = ~(same | ((x.double() - y.double()).abs() <= allowed))
-        if bool(outside.any()):
-            worst = float((x.double() - y.double()).abs().nan_to_num(torch.inf)[outside].max())
-            lines.append(
-                f"{name}: {int(outside.sum())} of {x.numel()} elements outside, "
-                f"the worst by {worst:.3g} where {allowed:.3g} is allowed"
-            )
-    assert not lines, "\n".join(lines)

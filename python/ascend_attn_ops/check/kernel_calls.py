@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.check.samples import OPERATORS, Sample, bytes_of, sample_of
-from ascend_attn_ops.check.samples.lightning_indexer import all_scores
-from ascend_attn_ops.reference.bounds.expected import Expected, half_ulp
+from ascend_attn_ops.reference.bounds import BOUNDS
+from ascend_attn_ops.reference.bounds.expected import Expected, relative_difference
+from ascend_attn_ops.reference.bounds.lightning_indexer import all_scores
+from ascend_attn_ops.reference.call import Sample, bytes_of, sample_of
 
 PATTERNS = ("*.pt", "*.pt.xz")
 PRODUCTS = ("A2", "A3")  # which have the same kernels
@@ -55,9 +56,7 @@ class KernelCall:
     def run(self, device: str) -> dict[str, Tensor]:
         """Return what the operator computes there, by the names of the recorded outputs."""
         sample = self.sample.clone().to(device)
-        outputs = sample.call(torch.ops.ascend)
-        names = OPERATORS[sample.operator].output_names
-        named = dict(zip(names, outputs, strict=True)) if outputs else sample.tensors
+        named = BOUNDS[sample.operator].results(sample, sample.call(torch.ops.ascend))
         return {name: named[name].cpu() for name in self.outputs}
 
     def distances(
@@ -74,11 +73,11 @@ class KernelCall:
     def _distance(self, name: str, x: Tensor, y: Tensor) -> Distance:
         if x.shape != y.shape or x.dtype != y.dtype:
             return Distance(name, torch.inf, torch.inf)
-        if OPERATORS[self.sample.operator].in_place:
-            allowed = 0.0
+        if BOUNDS[self.sample.operator].in_place:
             if torch.equal(bytes_of(x), bytes_of(y)):
                 return Distance(name, 0.0, 0.0)
-        elif name == "sparse_indices":
+            return Distance(name, relative_difference(x, y), torch.inf)
+        if name == "sparse_indices":
             # Exact ties may be exchanged: equal scores in equal slots.
             x, y, allowed = self._scores_of(x), self._scores_of(y), 0.0
         elif name == "sparse_values":
@@ -86,17 +85,18 @@ class KernelCall:
         elif y.dtype == torch.float32:
             allowed = _OF_STATISTICS
         else:
-            bound = self._bounds[name]
-            return Distance(name, relative_difference(x, y), _largest_share(x, y, bound))
+            shares = self._bounds[name].shares(x, y)
+            share = float(shares.max()) if shares.numel() else 0.0
+            return Distance(name, relative_difference(x, y), share)
         difference = relative_difference(x, y)
         share = difference / allowed if allowed else difference and torch.inf
         return Distance(name, difference, share)
 
     @cached_property
     def _bounds(self) -> dict[str, Expected]:
-        operator = OPERATORS[self.sample.operator]
-        assert operator.expected is not None, f"{operator.name} has no bounds of its elements"
-        return dict(zip(operator.output_names, operator.expected(self.sample), strict=True))
+        bounds = BOUNDS[self.sample.operator]
+        assert bounds.expected is not None, f"{bounds.operator} has no bounds of its elements"
+        return dict(zip(bounds.output_names, bounds.expected(self.sample), strict=True))
 
     def _scores_of(self, sparse_indices: Tensor) -> Tensor:
         """The exact scores of the selected keys, in descending order."""
@@ -111,24 +111,6 @@ class KernelCall:
     @cached_property
     def _scores(self) -> Tensor:
         return all_scores(self.sample)
-
-
-def _largest_share(x: Tensor, y: Tensor, bound: Expected) -> float:
-    allowed = bound.allowed + half_ulp(bound.exact, y.dtype)
-    same = (x == y) | (x.isnan() & y.isnan())
-    shares = torch.where(same, 0, (x.double() - y.double()).abs() / allowed)
-    return float(shares.max()) if shares.numel() else 0.0
-
-
-def relative_difference(x: Tensor, y: Tensor) -> float:
-    """Returns the difference relative to the maximum; equal infinities do not differ."""
-    assert x.shape == y.shape
-    if not x.numel():
-        return 0.0
-    x, y = x.double(), y.double()
-    difference = torch.where(x == y, 0, (x - y).abs())
-    largest = y[y.isfinite()].abs().max() if y.isfinite().any() else torch.ones(())
-    return float(difference.max() / largest.clamp(min=1e-30))
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -166,9 +148,7 @@ def _call(entry: Mapping[str, Any]) -> KernelCall:
         arguments["layout_kv"] = arguments.pop("layout_key")
     sample = sample_of(operator, what, arguments)
     outputs = dict(entry["outputs"])
-    of = OPERATORS[sample.operator]
-    known = sample.tensors.keys() if of.in_place else of.output_names
     for name, x in outputs.items():
-        if name not in known or not isinstance(x, Tensor):
-            raise ValueError(f"{sample.operator} has no output {name!r}")
+        if name not in BOUNDS[operator].output_names or not isinstance(x, Tensor):
+            raise ValueError(f"{operator} has no output {name!r}")
     return KernelCall(sample, outputs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import reference
 from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.check.gradients import (
     differentiable_names,
@@ -23,9 +22,9 @@ from ascend_attn_ops.check.samples import (
     Operator,
     Recipe,
     Sample,
-    bytes_of,
     named_tensors,
 )
+from ascend_attn_ops.reference.bounds import BOUNDS, check
 from ascend_attn_ops.reference.bounds.expected import OF_TERMS, Expected, magnitude
 
 SECTION = "numbers"
@@ -77,62 +76,27 @@ def _within_limits(run: Run, recipe: Recipe, dtype: torch.dtype, context: Contex
 
 
 def forward(recipe: Recipe, sample: Sample, context: Context) -> Outcome:
-    placed = placed_on(sample, context.device)
-    outputs = tuple(x.cpu() for x in placed.call(torch.ops.ascend))
-    if recipe.operator.in_place:
-        return compare_written(sample, placed, recipe.case.averages)
-    return compare(recipe.operator, sample, outputs)
+    placed = sample.copied_to(context.device)
+    outputs = placed.call(torch.ops.ascend)
+    return compare(sample, recipe.operator.bounds.results(placed, outputs).values())
 
 
-def placed_on(sample: Sample, device: str) -> Sample:
-    """Copy a sample with what lies between the elements of its tensors, which "Nct" reads."""
-
-    def place(x: Tensor) -> Tensor:
-        whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-        whole = whole.to(device, copy=True)
-        return whole.as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return sample.map_to_device(place)
+def compare(sample: Sample, results: Iterable[Tensor]) -> Outcome:
+    """Compare the results of a call, of a copy of this sample, with the reference."""
+    return of_largest(BOUNDS[sample.operator].check(sample, [x.cpu() for x in results]))
 
 
-def compare(operator: Operator, sample: Sample, outputs: tuple[Tensor, ...]) -> Outcome:
-    if operator.expected is None:
-        operator.assert_matches_reference(sample, outputs)
-        return PASS
-    return within_bounds(operator.expected(sample), outputs)
-
-
-def within_bounds(expected: Sequence[Expected], outputs: Sequence[Tensor]) -> Outcome:
-    largest = 0.0
-    for one, x in zip(expected, outputs, strict=True):
-        one.check(x)
-        if x.is_floating_point():
-            largest = max(largest, one.largest_error(x))
-    return Outcome("pass", figures={ERROR: round(largest, 4)})
-
-
-def compare_written(sample: Sample, placed: Sample, averages: bool) -> Outcome:
-    """Compare the caches after a call in place: copies are exact, means are rounded."""
-    expected = placed_on(sample, "cpu")
-    expected.call(reference)
-    for name, x in expected.tensors.items():
-        actual = placed.tensors[name].cpu()
-        if torch.equal(bytes_of(actual), bytes_of(x)):
-            continue
-        assert averages, f"{name}: {int((bytes_of(actual) != bytes_of(x)).sum())} bytes differ"
-        exact = x.double()
-        of_one = 2**-7 if x.dtype == torch.bfloat16 else 2**-8
-        Expected(name, exact, of_one * exact.abs().clamp(min=1)).check(actual)
-    return PASS
+def of_largest(error: float | None) -> Outcome:
+    return PASS if error is None else Outcome("pass", figures={ERROR: round(error, 4)})
 
 
 def backward(recipe: Recipe, sample: Sample, context: Context) -> Outcome:
     """Compare autograd on the device with the exact gradient of the outputs of the device."""
     names = differentiable_names(sample)
-    outputs, gradients = outputs_and_gradients(placed_on(sample, context.device), names)
+    outputs, gradients = outputs_and_gradients(sample.copied_to(context.device), names)
     outputs = tuple(x.cpu() for x in outputs)
     expected = expected_gradients(recipe.operator, sample, outputs)
-    return within_bounds([expected[name] for name in names], [x.cpu() for x in gradients])
+    return of_largest(check([expected[x] for x in names], [x.cpu() for x in gradients]))
 
 
 def expected_gradients(

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ascend_attn_ops._core.arguments import tensors_in
 from ascend_attn_ops._core.torch_private import FakeTensor, TorchDispatchMode
-from ascend_attn_ops.check.samples import OPERATORS, Sample
+from ascend_attn_ops.reference.bounds import BOUNDS
+from ascend_attn_ops.reference.call import Sample
 
 _PACKAGE, _TORCH = (f"{x}{os.sep}" for x in (Path(__file__).parents[1], torch.__path__[0]))
 
@@ -64,7 +65,7 @@ class CallObserver(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("ascend::")
-        if func.namespace != "ascend" or name not in OPERATORS:
+        if func.namespace != "ascend" or name not in BOUNDS:
             return func(*args, **kwargs)
         if any(isinstance(x, FakeTensor) or x.is_meta for x in tensors_in([args, dict(kwargs)])):
             return func(*args, **kwargs)

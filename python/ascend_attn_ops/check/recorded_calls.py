@@ -23,7 +23,8 @@ from ascend_attn_ops._core.device_limits import device_in_force, limits
 from ascend_attn_ops._core.sparse_modes import COMPRESSED_MODES, compressed_mask
 from ascend_attn_ops.check.comparing import difference, not_comparable, not_readable, on_the_host
 from ascend_attn_ops.check.observed_calls import Call, CallObserver
-from ascend_attn_ops.check.samples import OPERATORS, Sample, as_tuple, bytes_of, sample_of
+from ascend_attn_ops.reference.bounds import BOUNDS
+from ascend_attn_ops.reference.call import Sample, bytes_of, sample_of
 
 _READ = "ascend_attn_ops.debug.recording.replay"
 
@@ -54,7 +55,8 @@ class Recording(CallObserver):
 
     def observe(self, call: Call, run: Callable[[], Any]) -> Any:
         before, unreadable = call.sample, not_readable(call.sample)
-        if OPERATORS[before.operator].in_place and unreadable is None:
+        bounds = BOUNDS[before.operator]
+        if bounds.in_place and unreadable is None:
             before = on_the_host(before)
         try:
             outputs = run()
@@ -65,11 +67,11 @@ class Recording(CallObserver):
                     _add_note(error, f"the call was recorded in {file}")
             raise
         if self._when == "always":
-            self._write(call, before, _results(call.sample, outputs))
+            self._write(call, before, bounds.results(call.sample, outputs))
         elif self._when == "differs" and not_comparable(before) is None:
-            text = difference(before, call.sample, as_tuple(outputs), None)
+            text = difference(before, call.sample, outputs, None)
             if text is not None:
-                self._write(call, before, _results(call.sample, outputs), differs=text)
+                self._write(call, before, bounds.results(call.sample, outputs), differs=text)
         return outputs
 
     def _write(
@@ -127,14 +129,6 @@ def _add_note(error: Exception, text: str) -> None:
         error.add_note(text)
     elif error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{text}", *error.args[1:])
-
-
-def _results(sample: Sample, outputs: Any) -> dict[str, Tensor]:
-    """Returns the results of a call, or the tensors that it wrote, by name."""
-    operator = OPERATORS[sample.operator]
-    if operator.in_place:
-        return {n: x for n, x in sample.tensors.items() if n in ("key_cache", "value_cache")}
-    return dict(zip(operator.output_names, as_tuple(outputs), strict=True))
 
 
 def _versions() -> dict[str, str]:
@@ -289,10 +283,11 @@ def replay(file: str | Path, device: str) -> Replayed:
     before = recorded.sample
     try:
         with limits(recorded.product, recorded.cann):  # type: ignore[arg-type]  # refused there
-            outputs = as_tuple(
-                getattr(torch.ops.ascend, sample.operator)(*sample.args, **sample.options)
-            )
-            named = {name: x.cpu() for name, x in _results(sample, outputs).items()}
+            outputs = sample.call(torch.ops.ascend)
+            named = {
+                name: x.cpu()
+                for name, x in BOUNDS[sample.operator].results(sample, outputs).items()
+            }
     except Exception as error:
         same = None if recorded.raised is None else _text(error) == recorded.raised
         return Replayed(recorded, _text(error), None, same)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ascend_attn_ops.check.numbers import placed_on
 from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
 from ascend_attn_ops.check.samples import OPERATORS, Sample
 from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
@@ -66,7 +65,7 @@ def _run(shape: Shape, context: Context) -> Outcome:
     flops, peak = _flops(sample), _matmul_rate(context)
     if flops > LONGEST_PRODUCT * 1e12 * peak:
         raise Skip(f"its products alone take {flops / (1e12 * peak):.0f} s here")
-    placed = placed_on(sample, context.device)
+    placed = sample.copied_to(context.device)
     whole, host = _times(lambda: placed.call(torch.ops.ascend), context)
     figures = {"seconds": whole, "host seconds": host}
     rate = flops / whole / 1e12

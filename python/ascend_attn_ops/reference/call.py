@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import reference
-from ascend_attn_ops.reference.declaration import Arguments
+from ascend_attn_ops.reference.declaration import REFERENCES, Arguments
 from ascend_attn_ops.reference.operators.flash_attention_score import with_defaults
+
+Outputs = tuple[Tensor, ...]
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -155,6 +157,16 @@ class Sample:
         stay = {name: self.options[name] for name in LENGTHS_ON_HOST if name in self.options}
         return moved.replace(**stay)
 
+    def copied_to(self, device: str) -> Sample:
+        """With what lies between the elements of its tensors, which "Nct" reads."""
+
+        def copy(x: Tensor) -> Tensor:
+            whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+            whole = whole.to(device, copy=True)
+            return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+        return self.map_to_device(copy)
+
     def clone(self) -> Sample:
         return self.map(Tensor.clone)
 
@@ -181,3 +193,25 @@ def noticed(x: Tensor) -> float:
     if x.is_floating_point():
         return torch.nan
     return {torch.bool: 1, torch.uint8: 255, torch.int8: 127}.get(x.dtype, 2**30)
+
+
+def sample_of(operator: str, id: str, arguments: Mapping[str, Any]) -> Sample:
+    """Build a sample from the named arguments of a file.
+
+    Raises:
+        ValueError: there is no such operator or argument, or a positional argument is missing.
+    """
+    if operator not in REFERENCES:
+        raise ValueError(f"there is no operator {operator!r}")
+    schema = getattr(torch.ops.ascend, operator).default._schema.arguments
+    if unknown := arguments.keys() - {x.name for x in schema}:
+        raise ValueError(f"{operator} has no argument {', '.join(sorted(unknown))}")
+    positional = [x.name for x in schema if not x.kwarg_only]
+    if missing := [name for name in positional if name not in arguments]:
+        raise ValueError(f"{operator} needs an argument {', '.join(missing)}")
+    return Sample(
+        operator,
+        id,
+        {name: arguments[name] for name in positional},
+        {name: x for name, x in arguments.items() if name not in positional},
+    )

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from typing import Any
 
 from ascend_attn_ops.check.samples.record import Gradient, Operator, Recipe
 from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.reference.call import Sample, as_tuple, bytes_of, named_tensors
+from ascend_attn_ops.reference.call import Sample, as_tuple, bytes_of, named_tensors, sample_of
 
 _MODULES = [
     importlib.import_module(f"{__name__}.{module.name}")
@@ -39,28 +37,6 @@ DIFFERENTIABLE_RECIPES = [recipe for recipe in RECIPES if recipe.differentiable]
 FIRST_DIFFERENTIABLE = list(
     {recipe.operator.name: recipe for recipe in reversed(DIFFERENTIABLE_RECIPES)}.values()
 )[::-1]
-
-
-def sample_of(operator: str, id: str, arguments: Mapping[str, Any]) -> Sample:
-    """Build a sample from the named arguments of a file.
-
-    Raises:
-        ValueError: there is no such operator or argument, or a positional argument is missing.
-    """
-    if operator not in OPERATORS:
-        raise ValueError(f"there is no operator {operator!r}")
-    schema = OPERATORS[operator].overload._schema.arguments
-    if unknown := arguments.keys() - {x.name for x in schema}:
-        raise ValueError(f"{operator} has no argument {', '.join(sorted(unknown))}")
-    positional = [x.name for x in schema if not x.kwarg_only]
-    if missing := [name for name in positional if name not in arguments]:
-        raise ValueError(f"{operator} needs an argument {', '.join(missing)}")
-    return Sample(
-        operator,
-        id,
-        {name: arguments[name] for name in positional},
-        {name: x for name, x in arguments.items() if name not in positional},
-    )
 
 
 __all__ = [

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops import reference
-from ascend_attn_ops.reference.bounds.expected import OF_TERMS, Expected, within
-from ascend_attn_ops.reference.call import Sample
+from ascend_attn_ops.reference.call import Outputs, Sample
 
 from .randomness import Random
-from .record import Gradient, Operator, Outputs
+from .record import Gradient, Operator
 
 
 @dataclass(frozen=True)
@@ -77,19 +75,6 @@ def backward(
     return [x.unbind() for x in stacked]
 
 
-def expected(sample: Sample) -> list[Expected]:
-    exact, dtype = sample.double(), sample.inputs["local_out"][0].dtype
-    out, lse_out = exact.call(reference)
-    parts = [x.abs() for x in exact.inputs["local_out"]]
-    terms, _ = exact.replace(local_out=parts).call(reference)
-    # A sum of logarithms: what it is the logarithm of is accurate to 1e-5, and so is the maximum.
-    of_lse = OF_TERMS[torch.float64 if dtype == torch.float64 else torch.float32]
-    return [
-        within("out", out, terms, dtype),
-        Expected("lse_out", lse_out, of_lse * lse_out.abs().clamp(min=1)),
-    ]
-
-
 def torch_npu(x: dict[str, Any]) -> Any:
     """It takes rows."""
     return torch.ops.npu.npu_attention_update(
@@ -104,7 +89,6 @@ ATTENTION_UPDATE = Operator(
     CASES,
     build,
     Gradient(("lse", "local_out"), ("out", "lse_out"), backward),
-    expected=expected,
     # Not 128 parts: torch_npu has no room for them in the key under which CANN keeps executors.
     on_device=lambda case: case.d % 8 == 0 and case.parts < 128,
     torch_npu=torch_npu,

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ascend_attn_ops.reference.bounds import BOUNDS, Bounds
 from ascend_attn_ops.reference.bounds.expected import Expected
-from ascend_attn_ops.reference.call import Sample
-
-Outputs = tuple[Tensor, ...]
+from ascend_attn_ops.reference.call import Outputs, Sample
 
 
 class Case(Protocol):
@@ -75,12 +74,6 @@ class Operator:
     gradient: Gradient | None = None
     # Autograd refuses it: its outputs are no constants, and nobody computes their gradient.
     inference_only: bool = False
-    # It writes to its arguments and returns nothing.
-    in_place: bool = False
-    # By the reference, for every output that a sample's call returns.
-    expected: Callable[[Sample], Sequence[Expected]] | None = None
-    # In place of it, where it takes more than each element alone.
-    compare: Callable[[Sample, Outputs], None] | None = None
     # The cases within the limits of the device, a few of each form.
     on_device: Callable[[Any], bool] = every_case
     # A case in sizes that devices accept, which does what the given one does; None: without one.
@@ -108,12 +101,20 @@ class Operator:
         return [Recipe(self, case) for case in cases.values()]
 
     @property
+    def bounds(self) -> Bounds:
+        return BOUNDS[self.name]
+
+    @property
     def overload(self) -> Any:
-        return getattr(torch.ops.ascend, self.name).default
+        return self.bounds.overload
+
+    @property
+    def in_place(self) -> bool:
+        return self.bounds.in_place
 
     @property
     def output_names(self) -> list[str]:
-        return [returned.name for returned in self.overload._schema.returns]
+        return self.bounds.output_names
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -131,14 +132,6 @@ class Operator:
     def small_sample(self) -> Sample:
         """A call in bfloat16."""
         return self.make(self.cases[0], torch.bfloat16)
-
-    def assert_matches_reference(self, sample: Sample, outputs: Outputs) -> None:
-        if self.compare is not None:
-            self.compare(sample, outputs)
-            return
-        assert self.expected is not None, f"the record of {self.name} has nothing to compare with"
-        for expected, x in zip(self.expected(sample), outputs, strict=True):
-            expected.check(x)
 
 
 @cache

@@ -200,7 +200,7 @@ def _runs(case: CacheCase, random: Random) -> tuple[Tensor, dict[str, Any]]:
 
 
 SCATTER_PA_KV_CACHE = Operator(
-    "scatter_pa_kv_cache_", CASES, build, inference_only=True, in_place=True, has_flops=False
+    "scatter_pa_kv_cache_", CASES, build, inference_only=True, has_flops=False
 )
 
 OPERATORS = [SCATTER_PA_KV_CACHE]

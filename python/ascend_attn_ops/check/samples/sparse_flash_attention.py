@@ -12,18 +12,12 @@ from torch import Tensor
 from ascend_attn_ops import reference
 from ascend_attn_ops.reference.bounds.expected import (
     Expected,
-    largest_score,
-    magnitude,
-    of_statistics,
-    within,
 )
-from ascend_attn_ops.reference.call import Sample
-from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.operators.sparse_flash_attention import join_rope
-from ascend_attn_ops.reference.sequences import with_dense_keys
+from ascend_attn_ops.reference.bounds.sparse_flash_attention import expected_gradient
+from ascend_attn_ops.reference.call import Outputs, Sample
 
 from .randomness import Random
-from .record import Gradient, Operator, Outputs
+from .record import Gradient, Operator
 from .sparse import Pages, SparseCase, indices, on_device, sized
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
@@ -188,61 +182,6 @@ def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[E
     return [Expected(*one) for one in zip(names, exact, allowed, strict=True)]
 
 
-def score_size(a: Arguments) -> float:
-    query, key = join_rope(a.query, a.query_rope), join_rope(a.key, a.key_rope)
-    return largest_score(query, key, a.scale_value)
-
-
-def expected(sample: Sample) -> list[Expected]:
-    exact, dtype = sample.double(), sample.inputs["query"].dtype
-    value = exact.inputs["value"]
-    both, softmax_max, softmax_sum = exact.replace(
-        value=torch.cat((value, magnitude(value)), -1)
-    ).call(reference)
-    out, terms = both.chunk(2, -1)
-    largest = score_size(with_dense_keys(sample.exact_arguments(), "key", "key_rope"))
-    return [
-        within("out", out, terms, dtype, largest),
-        *of_statistics(softmax_max, softmax_sum, dtype, largest),
-    ]
-
-
-def expected_gradient(sample: Sample) -> list[Expected]:
-    names = ("d_query", "d_key", "d_value", "d_query_rope", "d_key_rope")
-    exact, dtype = sample.double(), sample.inputs["query"].dtype
-    largest = score_size(sample.exact_arguments())
-    return [
-        within(name, x, terms, dtype, largest)
-        for name, x, terms in zip(names, exact.call(reference), gradient_terms(exact), strict=True)
-    ]
-
-
-def gradient_terms(exact: Sample) -> Outputs:
-    """Returns the bound A of the five gradients, by the reference.
-
-    Every query is extended by zeros and its absolute value, and every key by its absolute value and
-    zeros. That keeps the scores, and the extensions' gradients are those of absolute values.
-    """
-    changes: dict[str, Any] = {
-        "value": magnitude(exact.inputs["value"]),
-        "d_out": magnitude(exact.inputs["d_out"]),
-        "out": -magnitude(exact.inputs["out"]),
-        "softmax_sum": exact.inputs["softmax_sum"].abs(),  # a call may have any statistics
-    }
-    for name, x in exact.tensors.items():
-        zeros = torch.zeros_like(x)
-        if name in ("query", "query_rope"):
-            changes[name] = torch.cat((x, zeros, magnitude(x)), -1)
-        elif name in ("key", "key_rope"):
-            changes[name] = torch.cat((x, magnitude(x), zeros), -1)
-    d_query, d_key, d_value, d_query_rope, d_key_rope = exact.replace(**changes).call(reference)
-
-    def part(x: Tensor, number: int) -> Tensor:
-        return x.abs().chunk(3, -1)[number] if x.dim() > 1 else x
-
-    return part(d_query, 1), part(d_key, 2), d_value, part(d_query_rope, 1), part(d_key_rope, 2)
-
-
 def torch_npu(x: dict[str, Any]) -> Any:
     return torch.ops.npu.npu_sparse_flash_attention(
         x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
@@ -279,7 +218,6 @@ SPARSE_FLASH_ATTENTION = Operator(
         expected=expected_backward,
         takes=lambda case: not case.page,
     ),
-    expected=expected,
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu,
@@ -291,7 +229,6 @@ SPARSE_FLASH_ATTENTION_GRAD = Operator(
     "sparse_flash_attention_grad",
     CASES,
     build_grad,
-    expected=expected_gradient,
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu_grad,

@@ -1,6 +1,6 @@
 """The bound of docs/specification/tolerances.md: c * A and half a unit in the last place, for every
-element, where A is the same formula with absolute values. The modules of samples/ compute it for
-their operators, by the reference.
+element, where A is the same formula with absolute values. The modules beside this one compute it
+for their operators, by the reference.
 
 Scores are float32 whatever they are of, and a weight is as uncertain as its score. The bound on
 softmax_max says by how much a score may be off: 2e-6 of the largest. With large scores that is more
@@ -9,7 +9,7 @@ than the bound on a sum of float32, and takes its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,19 +36,31 @@ class Expected:
     name: str
     exact: Tensor
     allowed: Tensor
+    # Whether it is rounded to the dtype of the output, by half a unit more than `allowed`.
+    rounded: bool = field(default=True, kw_only=True)
+
+    def shares(self, actual: Tensor, other: Tensor | None = None) -> Tensor:
+        """How far each element is from exact, or from that of another output, as a share of what is
+        allowed: at most 1, if it is right."""
+        x = actual.detach().double()
+        y = self.exact.double()
+        allowed = self.allowed + half_ulp(y, actual.dtype) if self.rounded else self.allowed
+        y = y if other is None else other.double()
+        same = (x == y) | (x.isnan() & y.isnan())
+        if actual.is_floating_point():
+            # Numbers beyond the dtype's range become infinite.
+            beyond = y.abs() > torch.finfo(actual.dtype).max
+            same |= x == torch.where(beyond, y.sign() * torch.inf, y)
+        return torch.where(same, 0, (x - y).abs() / allowed)
 
     def check(self, actual: Tensor) -> None:
         assert actual.shape == self.exact.shape, (
             f"{self.name}: {list(actual.shape)} against {list(self.exact.shape)}"
         )
-        x, y = actual.detach().double(), self.exact.double()
-        # Numbers beyond the dtype's range become infinite.
-        largest = torch.finfo(actual.dtype).max
-        rounded = torch.where(y.abs() > largest, y.sign() * torch.inf, y)
-        same = (x == y) | (x == rounded) | (x.isnan() & y.isnan())
-        inside = same | ((x - y).abs() <= self.allowed + half_ulp(y, actual.dtype))
+        inside = self.shares(actual) <= 1
         if bool(inside.all()):
             return
+        x, y = actual.detach().double(), self.exact.double()
         outside = int((~inside).sum())
         finite = x.isfinite() & y.isfinite()
         worst = torch.where(inside, 0, (x - y).abs()).nan_to_num(torch.inf, torch.inf)
@@ -66,10 +78,18 @@ class Expected:
 
     def largest_error(self, actual: Tensor) -> float:
         """Returns the largest error of an accepted output, as a share of the allowed one."""
-        x, y = actual.detach().double(), self.exact.double()
-        allowed = self.allowed + half_ulp(y, actual.dtype)
-        shares = ((x - y).abs() / allowed)[x.isfinite() & y.isfinite()]
-        return float(shares.max()) if shares.numel() else 0.0
+        return float(self.shares(actual).max()) if actual.numel() else 0.0
+
+
+def relative_difference(x: Tensor, y: Tensor) -> float:
+    """Returns the difference relative to the maximum; equal infinities do not differ."""
+    assert x.shape == y.shape
+    if not x.numel():
+        return 0.0
+    x, y = x.double(), y.double()
+    difference = torch.where(x == y, 0, (x - y).abs())
+    largest = y[y.isfinite()].abs().max() if y.isfinite().any() else torch.ones(())
+    return float(difference.max() / largest.clamp(min=1e-30))
 
 
 def cosine_difference(x: Tensor, y: Tensor) -> float:
@@ -98,6 +118,17 @@ def within(
     # The score and the maximum that is subtracted from it.
     relative = max(OF_TERMS[dtype], 2 * of_scores * largest_score)
     return Expected(name, exact, relative * terms + VANISHING)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums beside inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def of_lse(lse: Tensor, dtype: torch.dtype, largest_score: float) -> Expected:
+    """A score, and what a sum is the logarithm of."""
+    bound = within("softmax_lse", lse, torch.ones_like(lse), wide(dtype), largest_score)
+    return replace(bound, allowed=bound.allowed + OF_TERMS[wide(dtype)] * magnitude(lse))
 
 
 def of_statistics(
