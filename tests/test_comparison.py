@@ -9,8 +9,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check import comparing
 from ascend_attn_ops.check.samples import OPERATORS, Operator, as_tuple
+from ascend_attn_ops.debug import comparing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

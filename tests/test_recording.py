@@ -12,8 +12,8 @@ import pytest
 import torch
 from ascend_attn_ops.__main__ import main
 from ascend_attn_ops._core.arguments import bytes_in
-from ascend_attn_ops.check import recorded_calls
 from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
+from ascend_attn_ops.debug import recorded_calls
 from ascend_attn_ops.debug.recording import replay
 from support import fresh
 from support.freed import freed

@@ -107,7 +107,7 @@ def _device() -> str:
 
 def _replay(paths: Sequence[Path], device: str) -> int:
     """Run recorded calls; return 0 if each is within the bounds."""
-    from ascend_attn_ops.check.recorded_calls import replay
+    from ascend_attn_ops.debug.recorded_calls import replay
 
     status = 0
     for path in paths:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ascend_attn_ops._core.arguments import check_count, check_number, refuse_traces, shown, wrong
 
 if TYPE_CHECKING:
-    from ascend_attn_ops.check.comparing import Comparison
+    from ascend_attn_ops.debug.comparing import Comparison
 
 _NAME = "ascend_attn_ops.compare"
 
@@ -59,7 +59,7 @@ def compare(every: int = 1, rtol: float | None = None) -> Iterator[Comparison]:
         if not rtol >= 0:
             raise wrong(ValueError, _NAME, "rtol", "None or a number of at least 0", shown(rtol))
     # Imported when used: the samples take as long as the package.
-    from ascend_attn_ops.check.comparing import Comparing, Comparison
+    from ascend_attn_ops.debug.comparing import Comparing, Comparison
 
     report = Comparison()
     with Comparing(_NAME, report, every, rtol):

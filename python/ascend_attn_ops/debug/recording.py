@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ascend_attn_ops._core.arguments import bytes_in, refuse_traces, shown, wrong
 
 if TYPE_CHECKING:
-    from ascend_attn_ops.check.recorded_calls import Replayed, When
+    from ascend_attn_ops.debug.recorded_calls import Replayed, When
 
 _NAME = "ascend_attn_ops.record"
 
@@ -62,7 +62,7 @@ def record(folder: str | Path, when: When = "raises", limit: str = "200MB") -> I
     if most is None:
         raise wrong(ValueError, _NAME, "limit", "a size such as '200MB'", shown(limit))
     # Imported when used: the samples take as long as the package.
-    from ascend_attn_ops.check.recorded_calls import Recording, safetensors_of
+    from ascend_attn_ops.debug.recorded_calls import Recording, safetensors_of
 
     safetensors_of(_NAME)
     path = Path(folder)
@@ -86,6 +86,6 @@ def replay(file: str | Path, device: str = "cpu") -> Replayed:
         ValueError: the file is no recorded call.
         ImportError: safetensors is not installed.
     """
-    from ascend_attn_ops.check import recorded_calls
+    from ascend_attn_ops.debug import recorded_calls
 
     return recorded_calls.replay(file, device)

@@ -21,8 +21,8 @@ from torch import Tensor
 from ascend_attn_ops._core import library
 from ascend_attn_ops._core.device_limits import device_in_force, limits
 from ascend_attn_ops._core.sparse_modes import COMPRESSED_MODES, compressed_mask
-from ascend_attn_ops.check.comparing import difference, not_comparable, not_readable, on_the_host
-from ascend_attn_ops.check.observed_calls import Call, CallObserver
+from ascend_attn_ops.debug.comparing import difference, not_comparable, not_readable, on_the_host
+from ascend_attn_ops.debug.observed_calls import Call, CallObserver
 from ascend_attn_ops.reference.bounds import BOUNDS
 from ascend_attn_ops.reference.call import Sample, bytes_of, sample_of
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.arguments import check_memory, check_tensor
 from ascend_attn_ops._core.device_limits import limits
-from ascend_attn_ops.check.observed_calls import Call, CallObserver
+from ascend_attn_ops.debug.observed_calls import Call, CallObserver
 from ascend_attn_ops.reference.bounds import BOUNDS
 from ascend_attn_ops.reference.bounds.expected import Expected
 from ascend_attn_ops.reference.call import Sample
