@@ -10,7 +10,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_ops.check.samples import OPERATORS, Operator, as_tuple
-from ascend_attn_ops.debug import comparing
+from ascend_attn_ops.debug import comparison
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -154,7 +154,7 @@ def test_an_exchanged_key_of_a_selection_is_noticed_and_its_order_is_not() -> No
 
 
 def test_calls_too_large_for_the_reference_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "MOST_OPERATIONS", 1000)
+    monkeypatch.setattr(comparison, "MOST_OPERATIONS", 1000)
     with ops.compare() as report:
         attend()
     assert not report.compared

@@ -13,7 +13,7 @@ import torch
 from ascend_attn_ops.__main__ import main
 from ascend_attn_ops._core.arguments import bytes_in
 from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
-from ascend_attn_ops.debug import recorded_calls
+from ascend_attn_ops.debug import recording
 from ascend_attn_ops.debug.recording import replay
 from support import fresh
 from support.freed import freed
@@ -101,7 +101,7 @@ def test_a_difference_is_recorded_and_replays_to_the_same(
     assert where.splitlines()[1].startswith(f"{operator}, called at ")
     text = difference.removeprefix(", against the reference: ").replace("\n    ", "\n")
     with safetensors.safe_open(str(file), framework="pt") as opened:
-        recorded = json.loads(opened.metadata()[recorded_calls._METADATA])["differs"]
+        recorded = json.loads(opened.metadata()[recording._METADATA])["differs"]
     assert text == recorded == outcome.difference
     assert recorded.startswith(f"{result}: 1 of ")
     assert same.strip() == ": the recorded bits"
@@ -230,10 +230,10 @@ def test_a_file_names_no_place_outside_of_the_program(recorded: Path, tmp_path: 
 def changed(file: Path, **changes: Any) -> None:
     """Other JSON beside the same tensors."""
     with safetensors.safe_open(str(file), framework="pt") as opened:
-        content = json.loads(opened.metadata()[recorded_calls._METADATA])
+        content = json.loads(opened.metadata()[recording._METADATA])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     content |= changes
-    metadata = {recorded_calls._METADATA: json.dumps(content)}
+    metadata = {recording._METADATA: json.dumps(content)}
     safetensors.save_file(tensors, file, metadata)
 
 
@@ -259,7 +259,7 @@ def test_another_file_is_refused(recorded: Path, changes: dict[str, Any], messag
 @pytest.mark.parametrize("stride", [[1, 2**40, 64, 1], [-1, 1, 1, 1], [1], [1.5] * 4, None])
 def test_wrong_strides_take_no_memory(recorded: Path, stride: Any) -> None:
     with safetensors.safe_open(str(recorded), framework="pt") as opened:
-        content = json.loads(opened.metadata()[recorded_calls._METADATA])
+        content = json.loads(opened.metadata()[recording._METADATA])
     content["arguments"]["query"]["stride"] = stride
     changed(recorded, arguments=content["arguments"])
     if stride is not None and stride[1:2] == [2**40]:

@@ -12,14 +12,13 @@ from ascend_attn_ops._core import sparse_modes
 from ascend_attn_ops._core.arguments import bytes_in
 from ascend_attn_ops._core.device_limits import Device, device_in_force, parse
 from ascend_attn_ops._core.operators import ALL_TOKENS
-from ascend_attn_ops.check.results import language_of_locale
 from ascend_attn_ops.debug import report
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
     commands = parser.add_subparsers(metavar="{report,check,limits,mask}")
-    language = language_of_locale()
+    language = report.language_of_locale()
     parser.set_defaults(run=lambda options: report.print_report(options.lang), lang=language)
     text = "report what is installed, what works here, and why not (default)"
     reporting = commands.add_parser("report", help=text, description=text)
@@ -57,7 +56,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                         help="also run probes that may stop the process or the device")  # fmt: skip
     parser.add_argument("--hang", type=float, default=60.0, metavar="SECONDS",
                         help="how long a probe may take; default: 60")  # fmt: skip
-    parser.add_argument("--lang", choices=("en", "zh"), default=language_of_locale(),
+    parser.add_argument("--lang", choices=("en", "zh"), default=report.language_of_locale(),
                         help="zh: verdicts and headings in Chinese as well")  # fmt: skip
     parser.add_argument("--deviations", type=Path, metavar="FILE",
                         help="known deviations beside those of the package")  # fmt: skip

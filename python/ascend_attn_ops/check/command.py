@@ -17,8 +17,9 @@ from ascend_attn_ops._core import library
 from ascend_attn_ops._core.device_limits import device_in_force
 from ascend_attn_ops.check import results as files
 from ascend_attn_ops.check.kernel_calls import PATTERNS, files_in
-from ascend_attn_ops.check.results import Lines, Result, Table, Words
+from ascend_attn_ops.check.results import CHINESE, Lines, Result, Table
 from ascend_attn_ops.check.runner import Runner, Stopped, Task, child_command
+from ascend_attn_ops.debug.report import Words
 
 
 def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> int:
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
     done = _resumed(options.resume, header) if options.resume else []
     target = options.json or (options.resume and options.resume.with_suffix(".json"))
     lines = Lines(target and target.with_suffix(".jsonl"), header)
-    table = Table(Words(options.lang))
+    table = Table(Words(options.lang, CHINESE))
     results: list[Result] = []
 
     deviations = files.known_deviations()
@@ -107,7 +108,7 @@ def _device() -> str:
 
 def _replay(paths: Sequence[Path], device: str) -> int:
     """Run recorded calls; return 0 if each is within the bounds."""
-    from ascend_attn_ops.debug.recorded_calls import replay
+    from ascend_attn_ops.debug.recording import replay
 
     status = 0
     for path in paths:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ascend_attn_ops
+from ascend_attn_ops.debug.report import Words
 
 FORMAT = 1
 
@@ -28,10 +29,6 @@ CHINESE = {
     "host code": "主机代码", "recorded kernels": "录制的 kernel 调用",
     "behaviour": "行为", "communication": "通信", "speed": "速度",
     "largest error": "最大误差", "of the allowed one": "(与允许误差之比)",
-    # The headings of `report`.
-    "Shared objects": "动态库", "CPU kernels use here": "本机的 CPU kernel",
-    "Operators": "算子",
-    "The CPU path works.": "CPU 路径可用。", "The CPU path does not work": "CPU 路径不可用",
 }  # fmt: skip
 
 
@@ -44,24 +41,6 @@ class Result:
     text: str = ""
     figures: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-def language_of_locale() -> str:
-    """Returns "zh" if the messages of this process are to be Chinese, otherwise "en"."""
-    names = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
-    name = next((os.environ[x] for x in names if os.environ.get(x)), "")
-    return "zh" if name.startswith("zh") else "en"
-
-
-class Words:
-    """The words of the table in a language."""
-
-    def __init__(self, language: str) -> None:
-        self._chinese = CHINESE if language == "zh" else {}
-
-    def __call__(self, english: str) -> str:
-        chinese = self._chinese.get(english)
-        return f"{english} {chinese}" if chinese else english
 
 
 @cache

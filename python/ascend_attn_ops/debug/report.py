@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
 
-import ascend_attn_ops
 from ascend_attn_ops import _C
 from ascend_attn_ops._core import built_with, library
-from ascend_attn_ops._core.device_limits import Device, device_in_force, table
+from ascend_attn_ops._core.device_limits import Device, device_in_force, limits, table
 from ascend_attn_ops._core.torch_private import has_kernel
-from ascend_attn_ops.check.results import Words
+
+# Beside English, with --lang zh.
+CHINESE = {
+    "Shared objects": "动态库", "CPU kernels use here": "本机的 CPU kernel",
+    "Operators": "算子",
+    "The CPU path works.": "CPU 路径可用。", "The CPU path does not work": "CPU 路径不可用",
+}  # fmt: skip
+
+
+def language_of_locale() -> str:
+    """Returns "zh" if the messages of this process are to be Chinese, otherwise "en"."""
+    names = ("LC_ALL", "LC_MESSAGES", "LANG")  # the first that is set decides
+    name = next((os.environ[x] for x in names if os.environ.get(x)), "")
+    return "zh" if name.startswith("zh") else "en"
+
+
+class Words:
+    """The words of a table in a language."""
+
+    def __init__(self, language: str, chinese: Mapping[str, str]) -> None:
+        self._chinese = chinese if language == "zh" else {}
+
+    def __call__(self, english: str) -> str:
+        chinese = self._chinese.get(english)
+        return f"{english} {chinese}" if chinese else english
+
+
+def version() -> str:
+    """The package's, which has debug below it."""
+    return str(sys.modules["ascend_attn_ops"].__version__)
 
 
 def print_report(language: str = "en") -> int:
     """Print the report; return 0 if the CPU path works, otherwise 1."""
-    words = Words(language)
+    words = Words(language, CHINESE)
     npu = library.npu_module()
-    print(f"ascend_attn_ops {ascend_attn_ops.__version__}")
+    print(f"ascend_attn_ops {version()}")
     for name, value in versions(npu).items():
         print(f"  {name:<10} {value}")
     print(f"\n{words('Shared objects')}")
@@ -153,8 +182,8 @@ def _cpu_failure() -> str | None:
     query = torch.ones(1, 1, 1, 1)
     index = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     try:
-        with ascend_attn_ops.limits(None):
-            out, *_ = ascend_attn_ops.sparse_flash_attention(
+        with limits(None):
+            out, *_ = torch.ops.ascend.sparse_flash_attention(
                 query, query, query, index, scale_value=1.0
             )
     except Exception as error:
