@@ -9,7 +9,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.samples import OPERATORS, Operator, as_tuple
+from ascend_attn_check.samples import OPERATORS, Operator, as_tuple
 from ascend_attn_ops.debug import comparison
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

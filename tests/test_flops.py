@@ -7,8 +7,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_check.gradients import outputs_and_gradients
 from ascend_attn_ops._core import flops
-from ascend_attn_ops.check.gradients import outputs_and_gradients
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.operators.sparse_flash_mla import visible
 from ascend_attn_ops.reference.sequences import rows, with_dense_keys

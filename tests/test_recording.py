@@ -10,9 +10,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.__main__ import main
+from ascend_attn_check.__main__ import main
+from ascend_attn_check.samples import OPERATORS, Operator, bytes_of
 from ascend_attn_ops._core.arguments import bytes_in
-from ascend_attn_ops.check.samples import OPERATORS, Operator, bytes_of
 from ascend_attn_ops.debug import recording
 from ascend_attn_ops.debug.recording import replay
 from support import fresh
@@ -29,8 +29,8 @@ NO_RECORD = re.escape("expected a file of ascend_attn_ops.record")
 
 
 REPLAY = (
-    "import sys; from ascend_attn_ops.__main__ import main; "
-    'sys.exit(main(["check", "--device", "cpu", "--replay", sys.argv[1]]))'
+    "import sys; from ascend_attn_check.__main__ import main; "
+    'sys.exit(main(["--device", "cpu", "--replay", sys.argv[1]]))'
 )
 
 
@@ -96,7 +96,7 @@ def test_a_difference_is_recorded_and_replays_to_the_same(
     with Faulty(operator, 0, 1):
         (file,) = recorded_step()
         outcome = replay(file)
-        assert main(["check", "--device", "cpu", "--replay", str(file)]) == 1
+        assert main(["--device", "cpu", "--replay", str(file)]) == 1
     where, difference, same = capsys.readouterr().out.split("\n  here")[0:3]
     assert where.splitlines()[1].startswith(f"{operator}, called at ")
     text = difference.removeprefix(", against the reference: ").replace("\n    ", "\n")
@@ -114,11 +114,11 @@ def test_a_difference_is_recorded_and_replays_to_the_same(
 def test_the_command_says_which_files_are_none(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "--replay", str(recorded), "--device", "cpu"]) == 0
+    assert main(["--replay", str(recorded), "--device", "cpu"]) == 0
     assert "here, against the reference: within the bounds" in capsys.readouterr().out
     other = tmp_path / "other"
     other.write_text("text")
-    assert main(["check", "--replay", str(other), str(tmp_path / "none")]) == 1
+    assert main(["--replay", str(other), str(tmp_path / "none")]) == 1
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
         str(other), str(tmp_path / "none"),
     ]  # fmt: skip

@@ -10,12 +10,12 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_check.gradients import differentiable_names
+from ascend_attn_check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION
+from ascend_attn_check.samples.sparse_flash_mla import SPARSE_FLASH_MLA, MlaCase
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.statistics import by_head, by_sequence
-from ascend_attn_ops.check.gradients import differentiable_names
-from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION
-from ascend_attn_ops.check.samples.sparse_flash_mla import SPARSE_FLASH_MLA, MlaCase
 from support.attention import qkv, to_layout
 from support.samples import Sample
 from torch import Tensor

@@ -73,9 +73,9 @@ def issue_forms() -> Iterator[str]:
             yield f"{file}: expected an input that is required"
         if len({x["id"] for x in inputs}) < len(inputs) or not form["name"] + form["description"]:
             yield f"{file}: expected a name, a description and inputs with ids of their own"
-        for command in re.findall(r"`python -m ascend_attn_ops (\w+)", text_of(file)):
-            if command not in ("report", "check"):
-                yield f"{file}: expected report or check, got {command}"
+        for command in re.findall(r"`python -m (\w+(?: \w+)?)", text_of(file)):
+            if command not in ("ascend_attn_ops report", "ascend_attn_check"):
+                yield f"{file}: expected the report or the check, got {command}"
 
 
 def citation() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The reports that users send of their devices: a table of the page, and the README's last column.
 
-A report is what `python -m ascend_attn_ops check --json` writes, as a file in docs/hardware.
+A report is what `python -m ascend_attn_check --json` writes, as a file in docs/hardware.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ascend_attn_ops.check.results import Result, read
+from ascend_attn_check.results import Result, read
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx

@@ -1,5 +1,4 @@
-"""Tells what is installed here and what works, what a device accepts, and what a mask keeps; checks
-a device."""
+"""Tells what is installed here and what works, what a device accepts, and what a mask keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 
 from ascend_attn_ops._core import sparse_modes
-from ascend_attn_ops._core.arguments import bytes_in
 from ascend_attn_ops._core.device_limits import Device, device_in_force, parse
 from ascend_attn_ops._core.operators import ALL_TOKENS
 from ascend_attn_ops.debug import report
@@ -17,7 +15,7 @@ from ascend_attn_ops.debug import report
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ascend_attn_ops", description=__doc__)
-    commands = parser.add_subparsers(metavar="{report,check,limits,mask}")
+    commands = parser.add_subparsers(metavar="{report,limits,mask}")
     language = report.language_of_locale()
     parser.set_defaults(run=lambda options: report.print_report(options.lang), lang=language)
     text = "report what is installed, what works here, and why not (default)"
@@ -26,55 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--lang", choices=("en", "zh"), default=language,
         help="zh: headings in Chinese as well; default: the locale's",
     )  # fmt: skip
-    _add_check(commands)
     _add_limits(commands)
     _add_mask(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status
-
-
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "check that a device does what is expected of it: docs/hardware.md"
-    parser = commands.add_parser("check", help=text, description=text)
-    parser.add_argument("--device", help="cpu, or an NPU such as npu:0 (default, if there is one)")
-    parser.add_argument("--quick", action="store_true", help="a part of the probes, in a minute")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="sections, groups "
-                        "such as an operator; probes such as '*TND*', 'li-grad-*'")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
-    parser.add_argument("--resume", type=Path, metavar="FILE",
-                        help="go on with a run that has left FILE.jsonl or FILE.json")  # fmt: skip
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
-                        help="print what two reports say differently")  # fmt: skip
-    parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE",
-                        help="run calls that ascend_attn_ops.record wrote")  # fmt: skip
-    parser.add_argument("--recorded", type=Path, metavar="FOLDER",
-                        help="repeat the recorded calls of CANN's kernels")  # fmt: skip
-    parser.add_argument("--memory", type=_bytes, default=2 * 10**9, metavar="SIZE",
-                        help="the most memory to take on the device; default: 2GB")  # fmt: skip
-    parser.add_argument("--dangerous", action="store_true",
-                        help="also run probes that may stop the process or the device")  # fmt: skip
-    parser.add_argument("--hang", type=float, default=60.0, metavar="SECONDS",
-                        help="how long a probe may take; default: 60")  # fmt: skip
-    parser.add_argument("--lang", choices=("en", "zh"), default=report.language_of_locale(),
-                        help="zh: verdicts and headings in Chinese as well")  # fmt: skip
-    parser.add_argument("--deviations", type=Path, metavar="FILE",
-                        help="known deviations beside those of the package")  # fmt: skip
-    parser.set_defaults(run=_check)
-
-
-def _check(options: argparse.Namespace) -> int:
-    # Loads the samples, which no other command needs.
-    from ascend_attn_ops.check import command
-
-    return command.run(options)
-
-
-def _bytes(text: str) -> int:
-    size = bytes_in(text.upper())
-    if size is None:
-        raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text}")
-    return size
 
 
 def _add_limits(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -15,7 +15,7 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops.check.samples import sparse_flash_mla as mla
+from ascend_attn_check.samples import sparse_flash_mla as mla
 from support.samples import Operator
 from support.simulated_npu import TASK_QUEUE, run_in_new_process
 from torch import Tensor

@@ -7,8 +7,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names, outputs_and_gradients
-from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
+from ascend_attn_check.gradients import differentiable_names, outputs_and_gradients
+from ascend_attn_check.samples.prompt_flash_attention import PromptCase
 from support.autocast import STATISTICS, cast, kept_names
 from support.samples import OPERATORS, Sample
 from support.tolerance import assert_same_bits

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_attn_check.gradients import differentiable_names, gradients, incoming_gradients
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.gradients import differentiable_names, gradients, incoming_gradients
 from support.samples import (
     DIFFERENTIABLE_RECIPES,
     FIRST_DIFFERENTIABLE,

@@ -8,7 +8,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names, incoming_gradients
+from ascend_attn_check.gradients import differentiable_names, incoming_gradients
 from support.samples import FIRST_DIFFERENTIABLE, OPERATORS, Recipe, Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor

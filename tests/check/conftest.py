@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ascend_attn_ops.check import runner
+from ascend_attn_check import runner
 from support import fresh
 
 

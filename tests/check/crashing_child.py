@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 
-from ascend_attn_ops.check import child
-from ascend_attn_ops.check.probe import Context, Outcome, Probe, Skip
+from ascend_attn_check import child
+from ascend_attn_check.probe import Context, Outcome, Probe, Skip
 
 
 def crash(context: Context) -> Outcome:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops.__main__ import main
+from ascend_attn_check import communication, kernel_calls, ranks, recorded_kernels, results, speed
+from ascend_attn_check.__main__ import main
+from ascend_attn_check.kernel_calls import Distance, KernelCall
+from ascend_attn_check.probe import Context, Outcome
+from ascend_attn_check.samples import OPERATORS
 from ascend_attn_ops._core import library
 from ascend_attn_ops._core.device_limits import limits
-from ascend_attn_ops.check import communication, kernel_calls, recorded_kernels, results, speed
-from ascend_attn_ops.check.kernel_calls import Distance, KernelCall
-from ascend_attn_ops.check.probe import Context, Outcome
-from ascend_attn_ops.check.samples import OPERATORS
-from ascend_attn_ops.distributed import _check
 from torch import Tensor
 
 CPU = Context("cpu")
@@ -61,11 +60,11 @@ def test_one_wrong_result_is_a_difference(wrong: float, monkeypatch: pytest.Monk
 
 def test_an_error_is_relative_and_sees_what_is_missing() -> None:
     scores = torch.tensor([4.0, 2.0, -torch.inf])
-    assert _check.error(scores, scores) == 0
-    assert _check.error(scores + torch.tensor([0, 1, 0]), scores) == 0.25
-    assert _check.error(torch.tensor([4.0, -torch.inf, -torch.inf]), scores) == torch.inf
-    assert _check.error(torch.tensor([4.0, torch.nan, -torch.inf]), scores) != 0
-    assert _check.error(torch.tensor([1, 2, -1]), torch.tensor([1, 3, -1])) == 1
+    assert ranks.error(scores, scores) == 0
+    assert ranks.error(scores + torch.tensor([0, 1, 0]), scores) == 0.25
+    assert ranks.error(torch.tensor([4.0, -torch.inf, -torch.inf]), scores) == torch.inf
+    assert ranks.error(torch.tensor([4.0, torch.nan, -torch.inf]), scores) != 0
+    assert ranks.error(torch.tensor([1, 2, -1]), torch.tensor([1, 3, -1])) == 1
 
 
 # Ranks that hang, or fail, in the second method of the two or three that they are asked for.
@@ -86,7 +85,7 @@ def ranks_that(monkeypatch: pytest.MonkeyPatch, end: str) -> list[Any]:
     starts = []
 
     def start(command: list[str], **options: Any) -> Any:
-        arguments = command[command.index("ascend_attn_ops.distributed._check") :]
+        arguments = command[command.index("ascend_attn_check.ranks") :]
         starts.append(arguments)
         return popen([sys.executable, "-c", code, *arguments], **options)
 
@@ -125,8 +124,8 @@ def test_a_function_that_cann_lacks_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     found = outcomes({"lightning_indexer"})["lightning_indexer"]
     assert (found.verdict, found.text) == ("skipped", text)
     with pytest.raises(NotImplementedError, match="other"):
-        _check.refusal(NotImplementedError("other"))
-    assert _check.refusal(NotImplementedError(text)) == answer
+        ranks.refusal(NotImplementedError("other"))
+    assert ranks.refusal(NotImplementedError(text)) == answer
 
 
 # speed.
@@ -182,7 +181,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 def check(folder: Path, report: Path) -> tuple[int, list[results.Result]]:
     status = main(
-        ["check", "--device", "cpu", "--only", "recorded kernels", "--recorded", str(folder),
+        ["--device", "cpu", "--only", "recorded kernels", "--recorded", str(folder),
          "--json", str(report)]
     )  # fmt: skip
     return status, results.read(report)[1]
@@ -307,7 +306,7 @@ def test_a_folder_without_calls(tmp_path: Path) -> None:
 def test_the_section_is_skipped_without_a_folder(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     only = ["--only", "recorded kernels", "--json", str(report)]
-    assert main(["check", "--device", "cpu", *only]) == 0
+    assert main(["--device", "cpu", *only]) == 0
     (found,) = results.read(report)[1]
     assert found.verdict == "skipped"
     assert found.text == "no recorded calls are at hand: --recorded names their folder"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from ascend_attn_ops.check.known_facts import FACTS, Fact
-from ascend_attn_ops.check.samples import OPERATORS
-from ascend_attn_ops.check.unprobed_facts import UNPROBED, Unprobed
+from ascend_attn_check.known_facts import FACTS, Fact
+from ascend_attn_check.samples import OPERATORS
+from ascend_attn_check.unprobed_facts import UNPROBED, Unprobed
 from support.checkout import ROOT
 
 PAGE = (ROOT / "docs/specification/device.md").read_text(encoding="utf-8")

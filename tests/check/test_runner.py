@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascend_attn_ops.__main__ import main
-from ascend_attn_ops.check import child, command, results
+from ascend_attn_check import child, command, results
+from ascend_attn_check.__main__ import main
 
 CHILD = [sys.executable, str(Path(__file__).with_name("crashing_child.py"))]
 
@@ -22,7 +22,7 @@ def own_child(forked_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(*arguments: object) -> int:
-    return main(["check", "--device", "cpu", "--hang", "3", *map(str, arguments)])
+    return main(["--device", "cpu", "--hang", "3", *map(str, arguments)])
 
 
 def verdicts(path: Path) -> dict[str, str]:
@@ -32,7 +32,7 @@ def verdicts(path: Path) -> dict[str, str]:
 def test_the_cpu_is_checked_where_no_torch_npu_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["check", "--hang", "3", "--only", "succeed"]
+    arguments = ["--hang", "3", "--only", "succeed"]
     monkeypatch.setattr(command.library, "npu_module", lambda: None)
     monkeypatch.setattr(command.library, "npu_unavailable", "no libascendcl.so")
     monkeypatch.setattr(command.importlib.util, "find_spec", {"torch_npu": True}.get)
@@ -95,13 +95,13 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
         # A background job of a shell ignores the signal, and so do its children.
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from ascend_attn_ops.__main__ import main\n"
-        "from ascend_attn_ops.check import command\n"
+        "from ascend_attn_check.__main__ import main\n"
+        "from ascend_attn_check import command\n"
         f"command.child_command = lambda *options: {CHILD}\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )]  # fmt: skip
     only = ["--only", "numbers/succeed", "numbers/skip", "numbers/interrupt"]
-    options = ["check", "--device", "cpu", "--dangerous", "--json", str(report), *only]
+    options = ["--device", "cpu", "--dangerous", "--json", str(report), *only]
     ran = subprocess.run(run + options, capture_output=True, text=True, timeout=180, check=False)
     assert ran.returncode == 1, ran.stderr
     assert "interrupted" in ran.stderr
@@ -136,12 +136,12 @@ def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
             results.Result("numbers", "group", "numbers/b", "pass"),
         ]
         results.write(path, {"format": results.FORMAT, "device": path.stem}, found)
-    assert main(["check", "--compare", *map(str, paths)]) == 1
+    assert main(["--compare", *map(str, paths)]) == 1
     written = capsys.readouterr().out
     assert "device: a -> b" in written
     assert "numbers/a: pass -> differs" in written
     assert "1 of 2 differ" in written
-    assert main(["check", "--compare", str(paths[0]), str(paths[0])]) == 0
+    assert main(["--compare", str(paths[0]), str(paths[0])]) == 0
 
 
 def test_a_file_that_is_no_report(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from threading import Barrier
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import outputs_and_gradients
-from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
-from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
-from ascend_attn_ops.check.samples.sparse_flash_mla import MlaCase
+from ascend_attn_check.gradients import outputs_and_gradients
+from ascend_attn_check.samples.flash_attention_score import FlashCase
+from ascend_attn_check.samples.prompt_flash_attention import PromptCase
+from ascend_attn_check.samples.sparse_flash_mla import MlaCase
 from fuzz.calls import check, threads
 from support.samples import OPERATORS, Operator, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits

@@ -10,8 +10,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.boundaries import dense, prompt, scatter, sparse
-from ascend_attn_ops.check.boundaries.infer import (
+from ascend_attn_check.boundaries import dense, prompt, scatter, sparse
+from ascend_attn_check.boundaries.infer import (
     ABSORBED,
     ABSORBED_PACK,
     PACK,

@@ -7,9 +7,9 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_check import boundaries
+from ascend_attn_check.boundaries import Rule
 from ascend_attn_ops._core.device_limits import table
-from ascend_attn_ops.check import boundaries
-from ascend_attn_ops.check.boundaries import Rule
 
 LIFTED = (
     "; on the CPU ascend_attn_ops.set_limits(None), or a block of limits(None), lifts the device's "

@@ -7,7 +7,7 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import outputs_and_gradients
+from ascend_attn_check.gradients import outputs_and_gradients
 from support.samples import OPERATORS, RECIPES, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits
 from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS

@@ -8,8 +8,8 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_check.gradients import gradients
 from ascend_attn_ops import _C
-from ascend_attn_ops.check.gradients import gradients
 from ascend_attn_ops.reference.call import lengths
 from fuzz.copies import twin
 from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of

@@ -8,8 +8,8 @@ from random import Random
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names, outputs_and_gradients
-from ascend_attn_ops.check.samples import (
+from ascend_attn_check.gradients import differentiable_names, outputs_and_gradients
+from ascend_attn_check.samples import (
     fused_infer_attention_score,
     prompt_flash_attention,
     scatter_pa_kv_cache,

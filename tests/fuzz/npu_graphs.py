@@ -12,7 +12,7 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names, incoming_gradients
+from ascend_attn_check.gradients import differentiable_names, incoming_gradients
 from support.samples import OPERATORS, Sample, bytes_of
 from torch import Tensor
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_check.gradients import outputs_and_gradients
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.gradients import outputs_and_gradients
 from support.checkout import ROOT
 from support.samples import Sample
 from support.turns import by_turns

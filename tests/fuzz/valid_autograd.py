@@ -6,13 +6,13 @@ from collections.abc import Callable
 from random import Random
 
 import torch
-from ascend_attn_ops.check.gradients import (
+from ascend_attn_check.gradients import (
     differentiable_names,
     incoming_gradients,
     outputs_and_gradients,
 )
-from ascend_attn_ops.check.samples import lightning_indexer
-from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_check.samples import lightning_indexer
+from ascend_attn_check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
 from support.samples import OPERATORS, Sample, bytes_of, named_tensors
 
 from . import draw

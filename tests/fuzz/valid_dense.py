@@ -10,9 +10,9 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
-from ascend_attn_ops.check.samples import flash_attention_score, prompt_flash_attention, randomness
-from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
-from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
+from ascend_attn_check.samples import flash_attention_score, prompt_flash_attention, randomness
+from ascend_attn_check.samples.flash_attention_score import FlashCase
+from ascend_attn_check.samples.prompt_flash_attention import PromptCase
 from support.attention import from_layout, to_layout
 from support.samples import Sample
 from torch import Tensor

@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples import fused_infer_attention_score
-from ascend_attn_ops.check.samples.fused_infer_attention_score import CASES as SAMPLES
-from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
+from ascend_attn_check.samples import fused_infer_attention_score
+from ascend_attn_check.samples.fused_infer_attention_score import CASES as SAMPLES
+from ascend_attn_check.samples.fused_infer_attention_score import InferCase
 from support.samples import Sample
 
 from . import draw

@@ -8,15 +8,15 @@ from random import Random
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples import (
+from ascend_attn_check.samples import (
     flash_attention_score,
     lightning_indexer,
     randomness,
     sparse_flash_attention,
     sparse_flash_mla,
 )
-from ascend_attn_ops.check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
-from ascend_attn_ops.check.samples import sparse_lightning_indexer_kl_loss_grad as kl_loss_grad
+from ascend_attn_check.samples import sparse_lightning_indexer_grad_kl_loss as kl_loss
+from ascend_attn_check.samples import sparse_lightning_indexer_kl_loss_grad as kl_loss_grad
 from support import probabilities
 from support.samples import Sample
 

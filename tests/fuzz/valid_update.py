@@ -9,10 +9,10 @@ from typing import Any
 
 import ascend_attn_ops
 import torch
+from ascend_attn_check.samples import attention_update, scatter_pa_kv_cache
+from ascend_attn_check.samples.attention_update import UpdateCase
+from ascend_attn_check.samples.scatter_pa_kv_cache import CacheCase
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples import attention_update, scatter_pa_kv_cache
-from ascend_attn_ops.check.samples.attention_update import UpdateCase
-from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CacheCase
 from support.samples import Sample, bytes_of
 from torch import Tensor
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import cann_simulator
 import torch
-from ascend_attn_ops.__main__ import main
-from ascend_attn_ops.check import child, command, runner
-from ascend_attn_ops.check.behaviour import CASES_OF_LENGTHS
-from ascend_attn_ops.check.probe import Context, Probe
-from ascend_attn_ops.check.results import Result
-from ascend_attn_ops.check.samples import OPERATORS
+from ascend_attn_check import child, command, runner
+from ascend_attn_check.__main__ import main
+from ascend_attn_check.behaviour import CASES_OF_LENGTHS
+from ascend_attn_check.probe import Context, Probe
+from ascend_attn_check.results import Result
+from ascend_attn_check.samples import OPERATORS
 from torch import Tensor
 
 Planted = Callable[[str], AbstractContextManager[None]]
@@ -357,9 +357,9 @@ class InThisProcess:
 
 
 def check_here(*arguments: str) -> int:
-    """`python -m ascend_attn_ops check`, without a process for the probes."""
+    """`python -m ascend_attn_check`, without a process for the probes."""
     command.Runner = InThisProcess  # type: ignore[misc, assignment]
-    return main(["check", *arguments])
+    return main(list(arguments))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops.check.selection import with_cut_blocks_last
+from ascend_attn_check.selection import with_cut_blocks_last
 from support.samples import RECIPES, Recipe, Sample
 from support.turns import nightly
 

@@ -11,8 +11,8 @@ import cann_simulator
 import pytest
 import torch
 from arrivals import arrivals, arriving
-from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.check.selection import cut_blocks_last, rows_of
+from ascend_attn_check.samples.sparse import SparseCase
+from ascend_attn_check.selection import cut_blocks_last, rows_of
 from support.samples import OPERATORS, Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""`python -m ascend_attn_ops check` on the simulated device: nothing differs, and a line notices
+"""`python -m ascend_attn_check` on the simulated device: nothing differs, and a line notices
 each planted fault. This proves the check, and says nothing of a device."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import cann_simulator
 import pytest
-from ascend_attn_ops.check import results
-from ascend_attn_ops.check.known_facts import FACTS
+from ascend_attn_check import results
+from ascend_attn_check.known_facts import FACTS
 from cann_simulator._products import missing_functions
 from check_faults import FATAL, FAULTS, PFA, WITHOUT_LINE
 from support.checkout import ROOT
@@ -67,7 +67,7 @@ def check(
     """Runs the command; with `own_process` its probes have one that it starts again."""
     report = folder / "report.json"
     given = ["--json", *map(str, (report, *arguments))]
-    call = f"main(['check', *{given}])" if own_process else f"check_here(*{given})"
+    call = f"main({given})" if own_process else f"check_here(*{given})"
     status, _, err = ended(f"from check_faults import *\nraise SystemExit({call})", **env)
     assert report.exists(), err
     return status, {x.id: x for x in results.read(report)[1]}
@@ -133,8 +133,8 @@ def test_a_cann_that_updates_no_graphs_is_named() -> None:
     output, _ = run_in_new_process(
         """
         import torch_npu
-        from ascend_attn_ops.check import behaviour, child
-        from ascend_attn_ops.check.probe import Context
+        from ascend_attn_check import behaviour, child
+        from ascend_attn_check.probe import Context
 
         def missing(stream):
             raise RuntimeError("Failed to find function aclmdlRICaptureTaskGrpBegin")

@@ -7,7 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import outputs_and_gradients
+from ascend_attn_check.gradients import outputs_and_gradients
 from device_samples import DEVICE_RECIPES, as_launched, is_launched, one_of_each
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, rubbish_like
 from support.samples import OPERATORS, Operator, Recipe, Sample, bytes_of

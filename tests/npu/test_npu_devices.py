@@ -19,16 +19,16 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops._core.device_limits import device_in_force
-from ascend_attn_ops.check.samples import (
+from ascend_attn_check.samples import (
     flash_attention_score,
     lightning_indexer,
     prompt_flash_attention,
     sparse_flash_attention,
 )
-from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
-from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase
-from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_check.samples.flash_attention_score import FlashCase
+from ascend_attn_check.samples.prompt_flash_attention import PromptCase
+from ascend_attn_check.samples.sparse import SparseCase
+from ascend_attn_ops._core.device_limits import device_in_force
 from cann_simulator._products import missing_functions
 from device_samples import first
 from support.samples import Sample

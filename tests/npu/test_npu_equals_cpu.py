@@ -9,8 +9,8 @@ from __future__ import annotations
 import ascend_attn_ops
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import gradients
-from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS
+from ascend_attn_check.gradients import gradients
+from ascend_attn_check.samples.sparse import ALL_TOKENS, LENGTHS
 from cann_simulator import computing
 from device_samples import as_launched, is_launched, one_of_each
 from support.samples import (

@@ -12,9 +12,9 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
+from ascend_attn_check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops import _C, check_values
 from ascend_attn_ops._core.device_limits import table
-from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
 from device_samples import first
 from support.samples import OPERATORS
 from support.simulated_npu import TASK_QUEUE, once, run_in_new_process

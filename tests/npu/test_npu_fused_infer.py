@@ -12,8 +12,8 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.samples import fused_infer_attention_score as samples
-from ascend_attn_ops.check.samples.fused_infer_attention_score import InferCase
+from ascend_attn_check.samples import fused_infer_attention_score as samples
+from ascend_attn_check.samples.fused_infer_attention_score import InferCase
 from support.samples import Sample
 from support.simulated_npu import DEVICE
 from support.tolerance import assert_same_bits

@@ -13,7 +13,7 @@ import cann_simulator
 import pytest
 import torch
 import torch_npu
-from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
+from ascend_attn_check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from device_samples import DEVICE_RECIPES, is_pack_gradient
 from fuzz.npu_graphs import Step
 from support.samples import Recipe, as_tuple, bytes_of

@@ -11,7 +11,7 @@ import ascend_attn_ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.limits import first_phase_only
+from ascend_attn_check.limits import first_phase_only
 from cann_simulator.control import listening
 from device_samples import DEVICE_RECIPES, first, is_pack_gradient
 from support.samples import Recipe, Sample

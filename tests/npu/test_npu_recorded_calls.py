@@ -9,9 +9,9 @@ from pathlib import Path
 
 import cann_simulator
 import pytest
-from ascend_attn_ops.check import child, recorded_kernels, results
-from ascend_attn_ops.check.kernel_calls import KernelCall
-from ascend_attn_ops.check.probe import Context, Probe
+from ascend_attn_check import child, recorded_kernels, results
+from ascend_attn_check.kernel_calls import KernelCall
+from ascend_attn_check.probe import Context, Probe
 from check_faults import CHANGES
 from support.recorded_calls import FILE, recorded_calls
 from support.simulated_npu import once

@@ -7,7 +7,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
+from ascend_attn_check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from ascend_attn_ops.reference.call import Sample
 from device_samples import to_npu
 from test_npu_conformance import attention_calls, comparable

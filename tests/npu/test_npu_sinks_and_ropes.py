@@ -12,14 +12,14 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops._core.statistics import by_token
-from ascend_attn_ops.check.gradients import (
+from ascend_attn_check.gradients import (
     differentiable_names,
     incoming_gradients,
     outputs_and_gradients,
 )
-from ascend_attn_ops.check.samples import flash_attention_score
-from ascend_attn_ops.check.samples.flash_attention_score import FlashCase, build
+from ascend_attn_check.samples import flash_attention_score
+from ascend_attn_check.samples.flash_attention_score import FlashCase, build
+from ascend_attn_ops._core.statistics import by_token
 from support.samples import OPERATORS, Recipe, Sample
 from support.simulated_npu import DEVICE
 from torch import Tensor

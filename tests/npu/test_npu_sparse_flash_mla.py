@@ -12,7 +12,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sparse_flash_mla import (
+from ascend_attn_check.samples.sparse_flash_mla import (
     DEVICE,
     DEVICE_CASES,
     PAGED_CASES,

@@ -10,10 +10,10 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import differentiable_names
-from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION
-from ascend_attn_ops.check.samples.sparse_flash_mla import DEVICE, SPARSE_FLASH_MLA, MlaCase
+from ascend_attn_check.gradients import differentiable_names
+from ascend_attn_check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION
+from ascend_attn_check.samples.sparse_flash_mla import DEVICE, SPARSE_FLASH_MLA, MlaCase
 from support.samples import Sample
 from support.simulated_npu import captured
 from support.tolerance import assert_same_bits

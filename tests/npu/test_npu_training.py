@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse import SparseCase
 from device_samples import as_launched
 from support.samples import OPERATORS
 from support.simulated_npu import once, run_in_new_process

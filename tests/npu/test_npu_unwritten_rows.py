@@ -35,8 +35,8 @@ def test_the_device_leaves_rows_unwritten() -> None:
     text, _ = run_in_new_process(
         """
         import torch, torch_npu
-        from ascend_attn_ops.check.samples import OPERATORS
-        from ascend_attn_ops.check.samples.sparse import SparseCase
+        from ascend_attn_check.samples import OPERATORS
+        from ascend_attn_check.samples.sparse import SparseCase
 
         case = SparseCase(layout="TND", lengths=((3, 2), (5, 4)), tail=(4, 3), index_heads=8, k=4)
         x = OPERATORS["lightning_indexer"].make(case, torch.bfloat16).to("npu").arguments
@@ -59,7 +59,7 @@ def test_every_row_is_written(half: str) -> None:
     text, _ = run_in_new_process(
         f"""
         import ascend_attn_ops, cann_simulator, torch
-        from ascend_attn_ops.check.gradients import gradients
+        from ascend_attn_check.gradients import gradients
         from device_samples import as_launched, is_launched
         from support.samples import DIFFERENTIABLE_RECIPES, RECIPES
         from support.tolerance import assert_same_bits

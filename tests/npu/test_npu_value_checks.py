@@ -11,8 +11,8 @@ import ascend_attn_ops as ops
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_ops.check.gradients import outputs_and_gradients
-from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_check.gradients import outputs_and_gradients
+from ascend_attn_check.samples.sparse import SparseCase
 from device_samples import DEVICE_RECIPES, to_npu
 from support.checked_calls import CHECKED_CALLS, RIGHT_CALLS, CheckedCall
 from support.samples import OPERATORS, WRONG_CALLS, Recipe, Sample, WrongCall, as_tuple

@@ -11,11 +11,11 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_check.samples.flash_attention_score import CASES, FlashCase, build
+from ascend_attn_check.samples.masks import compressed_mask as sample_mask
 from ascend_attn_ops import reference, sparse_mode_mask
 from ascend_attn_ops.__main__ import main
 from ascend_attn_ops._core.sparse_modes import compressed_mask
-from ascend_attn_ops.check.samples.flash_attention_score import CASES, FlashCase, build
-from ascend_attn_ops.check.samples.masks import compressed_mask as sample_mask
 from ascend_attn_ops.ops._dense_attention import draw_drop_mask
 from ascend_attn_ops.reference.bounds.expected import within
 from support.attention import qkv

@@ -8,7 +8,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sparse import ALL_TOKENS, LENGTHS
+from ascend_attn_check.samples.sparse import ALL_TOKENS, LENGTHS
 from ascend_attn_ops.reference.call import with_lists
 from support.samples import OPERATORS, RECIPES, SPARSE_OPERATORS, Operator, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits

@@ -7,9 +7,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_check.samples.fused_infer_attention_score import DEVICE_CASES, InferCase, build
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.device_limits import table
-from ascend_attn_ops.check.samples.fused_infer_attention_score import DEVICE_CASES, InferCase, build
 from support.tolerance import assert_same_bits
 from torch import Tensor
 

@@ -8,9 +8,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse_lightning_indexer_kl_loss_grad import build
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.check.samples.sparse_lightning_indexer_kl_loss_grad import build
 from ascend_attn_ops.ops._indexer_loss import normalized
 from support.samples import OPERATORS, Sample
 from support.tolerance import TOLERANCES, assert_close, assert_same_bits

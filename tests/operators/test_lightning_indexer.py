@@ -8,8 +8,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_check.samples.lightning_indexer import CASES, LIGHTNING_INDEXER
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples.lightning_indexer import CASES, LIGHTNING_INDEXER
 from support.samples import Recipe, Sample
 from support.tolerance import assert_same_bits
 from support.turns import by_turns

@@ -1,6 +1,6 @@
 """Every operator has all that an operator needs: what is missing has its name here.
 
-The generic tests run over the records of ascend_attn_ops.check.samples; these start from what is
+The generic tests run over the records of ascend_attn_check.samples; these start from what is
 registered.
 """
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from ascend_attn_ops import _C, ops, reference
 from ascend_attn_ops._core.device_limits import table
+from ascend_attn_ops.reference.bounds import BOUNDS
 from support import registered
 from support.checkout import ROOT
 from support.samples import OPERATORS, RECIPES, WRONG_CALLS
@@ -67,10 +68,11 @@ def is_differentiated_or_refuses(name: str) -> bool:
 
 
 NEEDS: dict[str, Callable[[str], bool]] = {
-    "samples: a record in a module of ascend_attn_ops.check.samples": OPERATORS.__contains__,
+    "samples: a record in a module of ascend_attn_check.samples": OPERATORS.__contains__,
     "wrong calls: rows in a module of tests/support/samples": has_wrong_calls,
     "a sample within the device's limits": has_device_samples,
     "a gradient in its record, or inference_only": is_differentiated_or_refuses,
+    "bounds: a line in ascend_attn_ops.reference.bounds": BOUNDS.__contains__,
     "a reference": lambda name: hasattr(reference, name),
     "a public function with a docstring": is_public,
     "a row in the README": is_in_the_readme,
@@ -93,12 +95,6 @@ def test_every_record_is_an_operator() -> None:
 def test_inference_only_is_what_the_library_says() -> None:
     stated = {name for name, record in OPERATORS.items() if record.inference_only}
     assert stated == set(_C.inference_operators)
-
-
-def test_in_place_is_what_the_schema_says() -> None:
-    for name, record in OPERATORS.items():
-        writes = any(argument.is_write for argument in record.overload._schema.arguments)
-        assert record.in_place == writes, name
 
 
 def test_limits_name_every_aclnn_function() -> None:

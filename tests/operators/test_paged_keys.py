@@ -7,7 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.samples.record import Recipe
+from ascend_attn_check.samples.record import Recipe
 from support.samples import OPERATORS, Sample, bytes_of
 from support.turns import by_turns
 from torch import Tensor

@@ -7,10 +7,10 @@ from dataclasses import replace
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_check.samples import flash_attention_score, sparse_flash_attention
+from ascend_attn_check.samples.flash_attention_score import FlashCase
+from ascend_attn_check.samples.sparse import SparseCase
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
-from ascend_attn_ops.check.samples.flash_attention_score import FlashCase
-from ascend_attn_ops.check.samples.sparse import SparseCase
 from support import probabilities
 from support.samples import Sample
 from support.turns import by_turns

@@ -10,9 +10,9 @@ from typing import Any
 import ascend_attn_ops
 import pytest
 import torch
+from ascend_attn_check.samples.prompt_flash_attention import PromptCase, build
 from ascend_attn_ops import _C, prompt_flash_attention, reference, sparse_mode_mask
 from ascend_attn_ops._core.device_limits import table
-from ascend_attn_ops.check.samples.prompt_flash_attention import PromptCase, build
 from support import fresh
 from support.samples import OPERATORS, Sample
 from support.samples.prompt_flash_attention_errors import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ascend_attn_ops.check.kernel_calls import KernelCall
+from ascend_attn_check.kernel_calls import KernelCall
 from support.recorded_calls import FILE, assert_same_as_the_kernel, recorded_calls
 
 pytestmark = [

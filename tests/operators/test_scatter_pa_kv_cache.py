@@ -9,8 +9,8 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
+from ascend_attn_check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from ascend_attn_ops.reference.call import Sample, bytes_of
 from torch import Tensor
 from torch.autograd import forward_ad

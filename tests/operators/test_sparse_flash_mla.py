@@ -7,7 +7,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_ops.check.samples.sparse_flash_mla import DEVICE, SPARSE_FLASH_MLA, MlaCase
+from ascend_attn_check.samples.sparse_flash_mla import DEVICE, SPARSE_FLASH_MLA, MlaCase
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")

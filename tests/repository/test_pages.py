@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ascend_attn_ops.check.results import FORMAT, Result, write
-from ascend_attn_ops.check.samples import OPERATORS
+from ascend_attn_check.results import FORMAT, Result, write
+from ascend_attn_check.samples import OPERATORS
 from support.checkout import ROOT
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse import SparseCase
 
 from support.samples import OPERATORS, Sample
 

@@ -118,7 +118,7 @@ class _Popen:
         return self._process.exitcode
 
 
-# Takes the place of the module in ascend_attn_ops.check.runner.
+# Takes the place of the module in ascend_attn_check.runner.
 SUBPROCESS = SimpleNamespace(
     PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=_Popen
 )

@@ -54,12 +54,12 @@ PACKAGE_PARTS = {
     "torch_npu": Part(("torch_npu/*",), "torch_npu's API", ("ops",)),
     "distributed": Part(("distributed/*",), "several ranks", ("nn",)),
     "transformers": Part(("transformers/*",), "transformers", ("nn",)),
-    "check": Part(("check/*",), "samples of calls, checks of a device", ("debug", "distributed")),
     "ascend_attn_ops": Part(("*",), "import ascend_attn_ops", ("nn", "debug")),
 }
 
 # The other folders of the checkout. They use csrc and the package, which do not use them.
 AROUND = {
+    "python/ascend_attn_check": "samples of calls, checks of a device",
     "simulation": "a simulated CANN", "tests": "a folder of each part",
     "tools": "versions, checks of tests", "benchmarks": "every figure of the docs",
     "examples": "training, decoding", "docs": "the site",
@@ -100,7 +100,7 @@ def included(file: Path) -> Iterator[Path]:
 
 
 def imported(file: Path) -> Iterator[Path]:
-    """The modules of the package that a module imports."""
+    """The modules of ours that a module imports. The package imports none of ascend_attn_check."""
     package = ".".join(file.relative_to(PYTHON).parent.parts)
     for node in ast.walk(ast.parse(file.read_text())):
         names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
@@ -108,7 +108,7 @@ def imported(file: Path) -> Iterator[Path]:
             module = resolve_name("." * node.level + (node.module or ""), package)
             names = [f"{module}.{x.name}" for x in node.names]
         for name in names:
-            if name.split(".")[0] == "ascend_attn_ops":
+            if name.startswith("ascend_attn_"):
                 yield module_file(name)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from ascend_attn_check.samples import flash_attention_score, sparse_flash_attention
 from ascend_attn_ops import reference
-from ascend_attn_ops.check.samples import flash_attention_score, sparse_flash_attention
 from ascend_attn_ops.reference.bounds.expected import VANISHING
 from ascend_attn_ops.reference.bounds.flash_attention_score import head_counts
 from ascend_attn_ops.reference.call import Outputs

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from ascend_attn_ops.check.kernel_calls import KernelCall, read
+from ascend_attn_check.kernel_calls import KernelCall, read
 from torch import Tensor
 
 from .samples import OPERATORS

@@ -149,7 +149,7 @@ class GivenWorkspace {
 };
 
 // While it is on, the calls of this thread end after their first phase: CANN says whether it
-// accepts them, and nothing is launched. For `python -m ascend_attn_ops check`, which makes calls
+// accepts them, and nothing is launched. For `python -m ascend_attn_check`, which makes calls
 // that a device may not survive.
 void set_first_phase_only(bool on);
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ascend_attn_ops.check.samples import (  # noqa: F401
+from ascend_attn_check.samples import (  # noqa: F401
     DIFFERENTIABLE_RECIPES,
     FIRST_DIFFERENTIABLE,
     OPERATORS,

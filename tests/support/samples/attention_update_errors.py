@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from ascend_attn_ops.check.samples.attention_update import ATTENTION_UPDATE, CASES, UpdateCase
+from ascend_attn_check.samples.attention_update import ATTENTION_UPDATE, CASES, UpdateCase
 from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from ascend_attn_ops.check.samples.flash_attention_score import (
+from ascend_attn_check.samples.flash_attention_score import (
     FLASH_ATTENTION_SCORE,
     FLASH_ATTENTION_SCORE_GRAD,
     OPERATORS,
     FlashCase,
     build,
 )
-from ascend_attn_ops.check.samples.record import Operator
+from ascend_attn_check.samples.record import Operator
 
 from .wrong_call import COMPRESSED, LENGTHS, WrongCall, bools, normal, statistics_rules, wrong_call
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples.fused_infer_attention_score import (
+from ascend_attn_check.samples.fused_infer_attention_score import (
     FUSED_INFER_ATTENTION_SCORE,
     InferCase,
 )

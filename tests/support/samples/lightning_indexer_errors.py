@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ascend_attn_ops.check.samples.lightning_indexer import (
+from ascend_attn_check.samples.lightning_indexer import (
     LIGHTNING_INDEXER,
     LIGHTNING_INDEXER_GRAD,
     OPERATORS,
 )
-from ascend_attn_ops.check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse import SparseCase
 from torch import Tensor
 
 from . import sparse_errors as shared

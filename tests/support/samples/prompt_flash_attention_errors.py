@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples.prompt_flash_attention import (
+from ascend_attn_check.samples.prompt_flash_attention import (
     PROMPT_FLASH_ATTENTION,
     PromptCase,
     quantization,
 )
-from ascend_attn_ops.check.samples.randomness import Random
+from ascend_attn_check.samples.randomness import Random
 from ascend_attn_ops.reference.call import Sample, named_tensors
 
 from .wrong_call import (

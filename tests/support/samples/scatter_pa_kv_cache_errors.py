@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples.scatter_pa_kv_cache import SCATTER_PA_KV_CACHE, CacheCase
+from ascend_attn_check.samples.scatter_pa_kv_cache import SCATTER_PA_KV_CACHE, CacheCase
 from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 

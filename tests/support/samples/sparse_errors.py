@@ -10,8 +10,8 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples.record import Operator
-from ascend_attn_ops.check.samples.sparse import LENGTHS, SparseCase
+from ascend_attn_check.samples.record import Operator
+from ascend_attn_check.samples.sparse import LENGTHS, SparseCase
 from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 

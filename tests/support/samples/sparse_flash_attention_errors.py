@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ascend_attn_ops.check.samples.sparse_flash_attention import (
+from ascend_attn_check.samples.sparse_flash_attention import (
     OPERATORS,
     SPARSE_FLASH_ATTENTION,
     SPARSE_FLASH_ATTENTION_GRAD,

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from ascend_attn_ops.check.samples.record import Operator
-from ascend_attn_ops.check.samples.sparse_flash_mla import (
+from ascend_attn_check.samples.record import Operator
+from ascend_attn_check.samples.sparse_flash_mla import (
     DEVICE,
     LENGTHS,
     OPERATORS,

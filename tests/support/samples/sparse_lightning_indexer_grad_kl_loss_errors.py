@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ascend_attn_ops.check.samples.sparse_lightning_indexer_grad_kl_loss import KL_LOSS
+from ascend_attn_check.samples.sparse_lightning_indexer_grad_kl_loss import KL_LOSS
 from ascend_attn_ops.reference.call import Sample
 
 from . import sparse_errors as shared

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ascend_attn_ops.check.samples.sparse import SparseCase
-from ascend_attn_ops.check.samples.sparse_lightning_indexer_kl_loss_grad import KL_LOSS_GRAD
+from ascend_attn_check.samples.sparse import SparseCase
+from ascend_attn_check.samples.sparse_lightning_indexer_kl_loss_grad import KL_LOSS_GRAD
 from torch import Tensor
 
 from . import sparse_errors as shared

@@ -11,8 +11,8 @@ from operator import methodcaller
 from typing import Any, Literal
 
 import torch
-from ascend_attn_ops.check.samples.masks import compressed_mask
-from ascend_attn_ops.check.samples.record import Operator
+from ascend_attn_check.samples.masks import compressed_mask
+from ascend_attn_check.samples.record import Operator
 from ascend_attn_ops.reference.call import LENGTHS_ON_HOST, Sample, lengths
 from torch import Tensor
 

@@ -31,7 +31,7 @@ from ascend_attn_ops.reference.call import Outputs, Sample, as_tuple
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the results of an operator should be."""
+    """The results that an operator should have."""
 
     operator: str
     # One for each result of a call.
@@ -50,7 +50,7 @@ class Bounds:
 
     @property
     def output_names(self) -> list[str]:
-        """Of the results, or of the arguments to which it writes."""
+        """The names of its results, or of the arguments to which it writes."""
         schema = self.overload._schema
         if self.in_place:
             return [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]

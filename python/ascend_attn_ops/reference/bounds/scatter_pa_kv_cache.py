@@ -1,4 +1,4 @@
-"""What scatter_pa_kv_cache_ writes: copies with the same bits, and means that are rounded."""
+"""Bounds on the caches of scatter_pa_kv_cache_: copies have the same bits, means are rounded."""
 
 from __future__ import annotations
 

@@ -1,0 +1,136 @@
+"""The process in which probes run: it may crash or hang, and the runner starts another.
+
+Reads a request a line from standard input and writes an answer a line to standard output, both as
+JSON. Output of probes and libraries goes to standard error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from ascend_attn_ops._core import library
+
+from ascend_attn_check import (
+    behaviour,
+    communication,
+    environment,
+    host_code,
+    known_facts,
+    limits,
+    numbers,
+    recorded_kernels,
+    speed,
+)
+from ascend_attn_check.probe import Context, Outcome, Probe, Probes, Skip
+from ascend_attn_check.results import Result, scrub
+
+SECTIONS: dict[str, Probes] = {
+    "environment": environment.probes,
+    "numbers": numbers.probes,
+    "limits": limits.probes,
+    "known facts": known_facts.probes,
+    "host code": host_code.probes,
+    "recorded kernels": recorded_kernels.probes,
+    "behaviour": behaviour.probes,
+    "communication": communication.probes,
+    "speed": speed.probes,
+}
+
+
+_numbers = itertools.count(1)
+
+
+def probes_of(context: Context) -> Iterator[Probe]:
+    for probes in SECTIONS.values():
+        yield from probes(context)
+
+
+def run(probe: Probe, context: Context) -> Result:
+    """Run a probe; what it raises is a difference."""
+    started = time.monotonic()
+    try:
+        with context.limits():
+            outcome = probe.run(context)
+            context.synchronize()
+    except Skip as reason:
+        outcome = Outcome("skipped", str(reason))
+    except AssertionError as error:
+        outcome = Outcome("differs", str(error) or traceback.format_exc(limit=-1))
+    except NotImplementedError as error:
+        # The section `environment` has a line for each function.
+        is_missing = library.LACKS in str(error)
+        outcome = Outcome("skipped" if is_missing else "differs", str(error))
+    except Exception as error:
+        outcome = Outcome("differs", f"{type(error).__name__}: {error}")
+    seconds = round(time.monotonic() - started, 3)
+    return Result(
+        probe.section, probe.group, probe.id, outcome.verdict, scrub(outcome.text),
+        outcome.figures, seconds,
+    )  # fmt: skip
+
+
+def is_healthy(context: Context) -> bool:
+    """Whether this process can go on: an error may stop torch_npu's task queue, or the device.
+
+    A stopped queue leaves memory as it was, so each call expects another number. torch_npu's own
+    cast goes through the queue on the simulated device as well, where torch's operators do not.
+    """
+    if not context.on_npu:
+        return True
+    number = next(_numbers)
+    try:
+        given = torch.full((8,), number, device=context.device)
+        cast = torch.ops.npu.npu_dtype_cast(given, torch.float32)
+        right = cast.tolist() == 8 * [number]
+        context.synchronize()
+    except Exception:
+        return False
+    return right
+
+
+def limit_memory(context: Context) -> None:
+    if context.on_npu:
+        npu = torch.get_device_module("npu")
+        npu.set_device(context.device)
+        fraction = context.memory / npu.mem_get_info()[1]
+        npu.set_per_process_memory_fraction(min(1.0, fraction))
+
+
+def serve(context: Context) -> None:
+    # Libraries print to standard output as well.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+
+        def answer(content: Any) -> None:
+            answers.write(json.dumps(content) + "\n")
+            answers.flush()
+
+        probes = {probe.id: probe for probe in probes_of(context)}
+        answer([
+            [x.section, x.group, x.id, x.quick, x.danger, x.longest] for x in probes.values()
+        ])  # fmt: skip
+        for line in sys.stdin:
+            result = run(probes[json.loads(line)], context)
+            # A probe that expects an error may leave a stopped task queue as well.
+            answer([asdict(result), not is_healthy(context)])
+
+
+def main() -> None:
+    device, quick, memory, recorded = json.loads(sys.argv[1])
+    context = Context(device, quick, memory, recorded and Path(recorded))
+    limit_memory(context)
+    serve(context)
+
+
+if __name__ == "__main__":
+    main()
