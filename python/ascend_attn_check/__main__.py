@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
                         "such as an operator; probes such as '*TND*', 'li-grad-*'")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
     parser.add_argument("--resume", type=Path, metavar="FILE",
-                        help="go on with a run that has left FILE.jsonl or FILE.json")  # fmt: skip
+                        help="go on with a run that has left this report")  # fmt: skip
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
                         help="print what two reports say differently")  # fmt: skip
     parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE",

@@ -1,21 +1,15 @@
-"""The process in which probes run: it may crash or hang, and the runner starts another.
-
-Reads a request a line from standard input and writes an answer a line to standard output, both as
-JSON. Output of probes and libraries goes to standard error.
-"""
+"""The process in which probes run: it may crash or hang, and the runner starts another."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import torch
 from ascend_attn_ops._core import library
@@ -106,31 +100,21 @@ def limit_memory(context: Context) -> None:
         npu.set_per_process_memory_fraction(min(1.0, fraction))
 
 
-def serve(context: Context) -> None:
-    # Libraries print to standard output as well.
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-
-        def answer(content: Any) -> None:
-            answers.write(json.dumps(content) + "\n")
-            answers.flush()
-
-        probes = {probe.id: probe for probe in probes_of(context)}
-        answer([
-            [x.section, x.group, x.id, x.quick, x.danger, x.longest] for x in probes.values()
-        ])  # fmt: skip
-        for line in sys.stdin:
-            result = run(probes[json.loads(line)], context)
-            # A probe that expects an error may leave a stopped task queue as well.
-            answer([asdict(result), not is_healthy(context)])
-
-
-def main() -> None:
-    device, quick, memory, recorded = json.loads(sys.argv[1])
-    context = Context(device, quick, memory, recorded and Path(recorded))
+def serve(context: Context, connection: Connection, output: str) -> None:
+    """Send the probes, and for the id of each that comes its result, and whether to go on."""
+    os.setsid()  # what it starts ends with it
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     limit_memory(context)
-    serve(context)
+    probes = {probe.id: probe for probe in probes_of(context)}
+    connection.send([replace(probe, run=_elsewhere) for probe in probes.values()])
+    with contextlib.suppress(EOFError, OSError):  # the runner has closed its end
+        while True:
+            result = run(probes[connection.recv()], context)
+            # A probe that expects an error may leave a stopped task queue as well.
+            connection.send((result, is_healthy(context)))
 
 
-if __name__ == "__main__":
-    main()
+def _elsewhere(context: Context) -> Outcome:
+    raise NotImplementedError("the child runs it")

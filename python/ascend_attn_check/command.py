@@ -9,27 +9,26 @@ import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops
 from ascend_attn_ops._core import library
 from ascend_attn_ops._core.device_limits import device_in_force
+from ascend_attn_ops.debug.recording import replay
 from ascend_attn_ops.debug.report import Words
 
 from ascend_attn_check import results as files
+from ascend_attn_check.child import serve
 from ascend_attn_check.kernel_calls import PATTERNS, files_in
-from ascend_attn_check.results import CHINESE, Lines, Result, Table
-from ascend_attn_check.runner import Runner, Stopped, Task, child_command
+from ascend_attn_check.probe import Context, Probe
+from ascend_attn_check.results import CHINESE, Report, Result, Table
+from ascend_attn_check.runner import Runner, Stopped
 
 
-def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> int:
-    """Run the check; return 0 if it has come to its end and nothing differs.
-
-    Args:
-        options: The options of `python -m ascend_attn_check`.
-        command: The child process, which tests replace.
-    """
+def run(options: argparse.Namespace) -> int:
+    """Run the check; return 0 if it has come to its end and nothing differs."""
     if options.compare:
         return files.compare(*options.compare)
     device = options.device or _device()
@@ -41,59 +40,50 @@ def run(options: argparse.Namespace, command: Sequence[str] | None = None) -> in
             f"--recorded: expected a folder with {' or '.join(PATTERNS)}, got {options.recorded}"
         )
     header = {
-        "format": files.FORMAT,
         "ascend_attn_ops": ascend_attn_ops.__version__,
         "device": device,
         "quick": options.quick,
     }
     done = _resumed(options.resume, header) if options.resume else []
-    target = options.json or (options.resume and options.resume.with_suffix(".json"))
-    lines = Lines(target and target.with_suffix(".jsonl"), header)
-    table = Table(Words(options.lang, CHINESE))
-    results: list[Result] = []
-
+    target = options.json or options.resume
+    report, table = Report(target, header), Table(Words(options.lang, CHINESE))
     deviations = files.known_deviations()
-    in_use = "{}:{}".format(*(device_in_force() or ("none", "")))
     if options.deviations:
         deviations += files.known_deviations(options.deviations)
+    in_use = "{}:{}".format(*(device_in_force() or ("none", "")))
 
     def add(result: Result) -> None:
-        result = files.explained(result, in_use, deviations)
-        results.append(result)
-        lines.add(result)
+        report.add(result)
         table.add(result)
 
     finished = False
-    command = command or child_command(device, options.quick, options.memory, options.recorded)
+    context = Context(device, options.quick, options.memory, options.recorded)
     try:
-        with Runner(command, options.hang) as runner:
-            tasks = _chosen(runner.tasks(), options)
-            results += done
+        with Runner(partial(serve, context), options.hang) as runner:
+            probes = _chosen(runner.probes(), options)
             for result in done:
-                lines.add(result)
-                table.add(result)
+                add(result)
             ids = {result.id for result in done}
-            left = [task for task in tasks if task.id not in ids]
+            left = [probe for probe in probes if probe.id not in ids]
             started = time.monotonic()
-            for number, task in enumerate(left, 1):
+            for number, probe in enumerate(left, 1):
                 _show_progress(f"{number} of {len(left)}, {time.monotonic() - started:.0f} s")
-                if task.danger and not options.dangerous:
-                    text = f"not probed: {task.danger}; --dangerous runs it"
-                    add(Result(task.section, task.group, task.id, "skipped", text))
+                if probe.danger and not options.dangerous:
+                    text = f"not probed: {probe.danger}; --dangerous runs it"
+                    add(Result(probe.section, probe.group, probe.id, "skipped", text))
                 else:
-                    add(runner.run(task))
+                    add(files.explained(runner.run(probe), in_use, deviations))
         finished = True
     except Stopped as how:
         print(f"the check cannot start: {how}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     _show_progress("")
-    table.total(results)
+    table.total(report.results)
+    report.write(finished)
     if target:
-        files.write(target, {**header, "finished": finished}, results)
         print(f"written: {target}")
-    lines.close(remove=True)
-    return 0 if finished and all(result.verdict != "differs" for result in results) else 1
+    return 0 if finished and all(x.verdict != "differs" for x in report.results) else 1
 
 
 def _device() -> str:
@@ -109,8 +99,6 @@ def _device() -> str:
 
 def _replay(paths: Sequence[Path], device: str) -> int:
     """Run recorded calls; return 0 if each is within the bounds."""
-    from ascend_attn_ops.debug.recording import replay
-
     status = 0
     for path in paths:
         try:
@@ -134,29 +122,29 @@ def _resumed(path: Any, header: dict[str, Any]) -> list[Result]:
     return done
 
 
-def _chosen(tasks: Sequence[Task], options: argparse.Namespace) -> list[Task]:
-    """Tasks of --only, which names sections, groups such as an operator, or probes."""
+def _chosen(probes: Sequence[Probe], options: argparse.Namespace) -> list[Probe]:
+    """Probes of --only, which names sections, groups such as an operator, or probes."""
     if options.quick:
-        tasks = [task for task in tasks if task.quick]
+        probes = [probe for probe in probes if probe.quick]
     for name in options.only:
-        if not any(_matches(task, name) for task in tasks):
-            raise SystemExit(f"--only: expected {_names_like(name, tasks)}, got {name!r}")
+        if not any(_matches(probe, name) for probe in probes):
+            raise SystemExit(f"--only: expected {_names_like(name, probes)}, got {name!r}")
     return [
-        task for task in tasks
-        if not options.only or any(_matches(task, name) for name in options.only)
+        probe for probe in probes
+        if not options.only or any(_matches(probe, name) for name in options.only)
     ]  # fmt: skip
 
 
-def _matches(task: Task, name: str) -> bool:
+def _matches(probe: Probe, name: str) -> bool:
     """Whether a name or a shell pattern is that of a section, a group or a probe."""
-    names = (task.section, task.group, task.id, task.id.partition("/")[2])
-    return any(fnmatchcase(x, name) for x in names) or task.group.startswith(name)
+    names = (probe.section, probe.group, probe.id, probe.id.partition("/")[2])
+    return any(fnmatchcase(x, name) for x in names) or probe.group.startswith(name)
 
 
-def _names_like(name: str, tasks: Sequence[Task]) -> str:
+def _names_like(name: str, probes: Sequence[Probe]) -> str:
     """Return the sections, and the groups and probes that a wrong name may mean."""
-    sections = list(dict.fromkeys(task.section for task in tasks))
-    names = {x for task in tasks for x in (task.group, task.id, task.id.partition("/")[2])}
+    sections = list(dict.fromkeys(probe.section for probe in probes))
+    names = {x for probe in probes for x in (probe.group, probe.id, probe.id.partition("/")[2])}
     text = f"a section ({', '.join(sections)}), a group such as an operator, or a probe"
     similar = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
     return f"{text}; similar names: {', '.join(similar)}" if similar else text

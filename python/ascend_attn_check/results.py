@@ -9,13 +9,14 @@ import os
 import re
 import socket
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import ascend_attn_ops
 from ascend_attn_ops.debug.report import Words
@@ -77,21 +78,13 @@ def scrub(text: str) -> str:
     return names.sub("<name>", text) if names else text
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """A probe that is known to differ, and why that does no harm."""
+class Deviation(NamedTuple):
+    """A probe that is known to differ, and why that does no harm: but for `why`, patterns."""
 
-    id: str  # a pattern of probes
-    product: str  # or *
-    cann: str  # or *
+    id: str
+    product: str
+    cann: str
     why: str
-
-    def applies_to(self, id: str, device: str) -> bool:
-        product, _, cann = device.partition(":")
-        return all(
-            fnmatchcase(x, pattern)
-            for x, pattern in ((id, self.id), (product, self.product), (cann, self.cann))
-        )
 
 
 def known_deviations(path: Path | None = None) -> list[Deviation]:
@@ -102,81 +95,56 @@ def known_deviations(path: Path | None = None) -> list[Deviation]:
 
 def explained(result: Result, device: str, deviations: Iterable[Deviation]) -> Result:
     """Turn a known difference into a note; say so of one that differs no more."""
-    for deviation in deviations:
-        if deviation.applies_to(result.id, device):
-            if result.verdict == "differs":
-                return replace(
-                    result, verdict="note", text=f"known: {deviation.why}: {result.text}"
-                )
-            if result.verdict == "pass":
-                text = f"no longer differs: remove it from the known deviations ({deviation.why})"
-                return replace(result, verdict="differs", text=text)
+    for known in deviations:
+        names = f"{device}/{result.id}"
+        if not fnmatchcase(names, f"{known.product}:{known.cann}/{known.id}"):
+            continue
+        if result.verdict == "differs":
+            return replace(result, verdict="note", text=f"known: {known.why}: {result.text}")
+        if result.verdict == "pass":
+            text = f"no longer differs: remove it from the known deviations ({known.why})"
+            return replace(result, verdict="differs", text=text)
     return result
 
 
-class Lines:
-    """The results of a run, on disk as soon as they are there: a line of JSON for each."""
+class Report:
+    """The results of a run; a file has them at most a second later, as a whole or not at all."""
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
-        self._file: TextIO | None = None
-        self.path = path
-        if path is not None:
-            self._file = path.open("w", encoding="utf-8")
-            self._write(header)
+        self.results: list[Result] = []
+        self._path, self._header, self._written = path, header, 0.0
 
     def add(self, result: Result) -> None:
-        self._write(asdict(result))
+        self.results.append(result)
+        if time.monotonic() - self._written > 1:
+            self.write(finished=False)
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        if self._file:
-            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            self._file.flush()
-
-    def close(self, remove: bool) -> None:
-        if self._file and self.path:
-            self._file.close()
-            if remove:
-                self.path.unlink()
-
-
-def write(path: Path, header: dict[str, Any], results: Iterable[Result]) -> None:
-    """Write the whole report; the file is there as a whole or not at all."""
-    content = {**header, "results": [asdict(result) for result in results]}
-    unfinished = path.with_name(path.name + ".part")
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    def write(self, finished: bool) -> None:
+        if self._path is None:
+            return
+        results = [asdict(result) for result in self.results]
+        content = {"format": FORMAT, **self._header, "finished": finished, "results": results}
+        unfinished = self._path.with_name(self._path.name + ".part")
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(self._path)
+        self._written = time.monotonic()
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
-    """Read a report, or the lines of a run that was cut off.
+    """Read a report.
 
     Raises:
-        ValueError: The file is neither.
+        ValueError: The file is none.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        header = json.loads(text)
+        header = json.loads(path.read_text(encoding="utf-8"))
         entries = header.pop("results")
     except (ValueError, KeyError, AttributeError, TypeError):
-        # The last line of a killed process may be cut.
-        lines = list(_whole_lines(text))
-        if not lines or "format" not in lines[0]:
-            raise ValueError(f"{path}: expected a report of `check`") from None
-        header, *entries = lines
+        raise ValueError(f"{path}: expected a report of ascend_attn_check") from None
     if header.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT}, got {header.get('format')}")
     return header, [Result(**entry) for entry in entries]
-
-
-def _whole_lines(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(entry, dict):
-            yield entry
 
 
 ERROR = "error"  # the figure of the largest error, as a share of the allowed one
@@ -185,8 +153,8 @@ ERROR = "error"  # the figure of the largest error, as a share of the allowed on
 class Table:
     """Prints a line for each group of results, and for each one that needs to be read."""
 
-    def __init__(self, words: Words, write: Callable[[str], object] = print) -> None:
-        self._words, self._write = words, write
+    def __init__(self, words: Words) -> None:
+        self._words = words
         self._section = ""
         self._group: list[Result] = []
 
@@ -203,56 +171,52 @@ class Table:
         group, self._group = self._group, []
         if group[0].section != self._section:
             self._section = group[0].section
-            self._write(f"\n{self._words(self._section)}")
-        counts = Counter(result.verdict for result in group)
-        verdicts = ", ".join(f"{self._words(x)} {n}" for x, n in counts.most_common())
-        line = f"  {group[0].group:<44} {verdicts}"
+            print(f"\n{self._words(self._section)}")
+        verdicts = self._counts(group)
         if len(group) == 1:
-            line = f"  {group[0].group:<44} {self._words(group[0].verdict)}"
-            line += f": {_first_line(group[0].text)}" if group[0].text else ""
+            verdicts = _told(group[0], self._words)
+        line = f"  {group[0].group:<44} {verdicts}"
         errors = [result.figures[ERROR] for result in group if ERROR in result.figures]
         if errors:
             line += f"; {self._words('largest error')} {max(errors):.2f}"
             line += f" {self._words('of the allowed one')}"
-        self._write(line)
+        print(line)
         for result in group:
             if result.verdict == "differs" or (result.verdict == "note" and len(group) > 1):
                 text = result.text.replace("\n", "\n      ")
-                self._write(f"    {self._words(result.verdict)}  {result.id}\n      {text}")
+                print(f"    {self._words(result.verdict)}  {result.id}\n      {text}")
 
     def total(self, results: Iterable[Result]) -> None:
         self.flush()
+        print(f"\n{self._counts(results)}")
+
+    def _counts(self, results: Iterable[Result]) -> str:
         counts = Counter(result.verdict for result in results)
-        summary = ", ".join(f"{self._words(x)} {n}" for x, n in counts.most_common())
-        self._write(f"\n{summary}")
+        return ", ".join(f"{self._words(x)} {n}" for x, n in counts.most_common())
 
 
-def _first_line(text: str) -> str:
-    return text.splitlines()[0]
-
-
-def compare(first: Path, second: Path, write: Callable[[str], object] = print) -> int:
+def compare(first: Path, second: Path) -> int:
     """Print what two reports say differently of the same probes; return 1 if anything."""
     (header, results), (other_header, other_results) = read(first), read(second)
-    by_id = {result.id: result for result in other_results}
     for name in sorted({*header, *other_header}):
         if header.get(name) != other_header.get(name):
-            write(f"{name}: {header.get(name)} -> {other_header.get(name)}")
+            print(f"{name}: {header.get(name)} -> {other_header.get(name)}")
+    found, others = ({x.id: x for x in of_one} for of_one in (results, other_results))
     differences = 0
-    for result in results:
-        other = by_id.pop(result.id, None)
-        if other is None:
-            write(f"{result.id}: {result.verdict} -> not probed")
-        elif result.verdict != other.verdict or (
-            result.section == "environment" and result.text != other.text
-        ):
+    for id in {**found, **others}:
+        one, other = found.get(id), others.get(id)
+        if one and other:
+            same_text = one.section != "environment" or one.text == other.text
+            if one.verdict == other.verdict and same_text:
+                continue
             differences += 1
-            write(f"{result.id}: {_told(result)} -> {_told(other)}")
-    for result in by_id.values():
-        write(f"{result.id}: not probed -> {result.verdict}")
-    write(f"{differences} of {len(results)} differ")
+        print(f"{id}: {_told(one)} -> {_told(other)}")
+    print(f"{differences} of {len(results)} differ")
     return 1 if differences else 0
 
 
-def _told(result: Result) -> str:
-    return f"{result.verdict} ({_first_line(result.text)})" if result.text else result.verdict
+def _told(result: Result | None, words: Callable[[str], str] = str) -> str:
+    """Returns the verdict, and the first line of the reason."""
+    if result is None:
+        return "not probed"
+    return ": ".join([words(result.verdict), *result.text.splitlines()[:1]])

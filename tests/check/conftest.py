@@ -9,4 +9,4 @@ from support import fresh
 
 @pytest.fixture
 def forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "subprocess", fresh.SUBPROCESS)
+    monkeypatch.setattr(runner, "PROCESSES", fresh.CONTEXT)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 
 from ascend_attn_check import child
 from ascend_attn_check.probe import Context, Outcome, Probe, Skip
@@ -53,6 +54,7 @@ PROBES = [
     )
 ]  # fmt: skip
 
-if __name__ == "__main__":
+
+def serve(context: Context, connection: Connection, output: str) -> None:
     child.SECTIONS = {"numbers": lambda context: iter(PROBES)}
-    child.serve(Context("cpu"))
+    child.serve(context, connection, output)

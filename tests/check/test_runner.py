@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import crashing_child
 import pytest
 from ascend_attn_check import child, command, results
 from ascend_attn_check.__main__ import main
 
-CHILD = [sys.executable, str(Path(__file__).with_name("crashing_child.py"))]
-
 
 @pytest.fixture(autouse=True)
 def own_child(forked_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "child_command", lambda *options: CHILD)
+    monkeypatch.setattr(command, "serve", crashing_child.serve)
 
 
 def check(*arguments: object) -> int:
@@ -58,7 +57,6 @@ def test_a_crash_and_a_hang_are_lines(tmp_path: Path) -> None:
     assert texts["skip"] == "not here"
     assert texts["fail"] == "RuntimeError: a file of <elsewhere>/place.py is not here"
     assert texts["interrupt"].startswith("not probed: it stops")
-    assert not report.with_suffix(".jsonl").exists()
 
 
 def test_status_0_says_that_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +95,9 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from ascend_attn_check.__main__ import main\n"
         "from ascend_attn_check import command\n"
-        f"command.child_command = lambda *options: {CHILD}\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import crashing_child\n"
+        "command.serve = crashing_child.serve\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )]  # fmt: skip
     only = ["--only", "numbers/succeed", "numbers/skip", "numbers/interrupt"]
@@ -111,14 +111,12 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     assert verdicts(report)["hang"] == "differs"
 
 
-def test_lines_of_a_killed_run_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "report.jsonl"
-    header = {"format": results.FORMAT}
-    lines = results.Lines(path, header)
-    lines.add(results.Result("numbers", "group", "numbers/a", "pass"))
-    with path.open("a") as file:
-        file.write('{"section": "numbers", "gro')
-    assert results.read(path) == (header, [results.Result("numbers", "group", "numbers/a", "pass")])
+def test_a_killed_run_has_its_results(tmp_path: Path) -> None:
+    report = results.Report(tmp_path / "report.json", {})
+    found = results.Result("numbers", "group", "numbers/a", "pass")
+    report.add(found)
+    header, written = results.read(tmp_path / "report.json")
+    assert (header["finished"], written) == (False, [found])
 
 
 def test_a_run_of_another_device_is_not_resumed(tmp_path: Path) -> None:
@@ -135,7 +133,9 @@ def test_two_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
             results.Result("numbers", "group", "numbers/a", verdict),
             results.Result("numbers", "group", "numbers/b", "pass"),
         ]
-        results.write(path, {"format": results.FORMAT, "device": path.stem}, found)
+        report = results.Report(path, {"device": path.stem})
+        report.results += found
+        report.write(finished=True)
     assert main(["--compare", *map(str, paths)]) == 1
     written = capsys.readouterr().out
     assert "device: a -> b" in written
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_report(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     for text in ("", "{}", "[1]", "nothing"):
         path.write_text(text)
-        with pytest.raises(ValueError, match="expected a report of `check`"):
+        with pytest.raises(ValueError, match="expected a report of ascend_attn_check"):
             results.read(path)
 
 

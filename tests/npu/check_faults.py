@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import cann_simulator
@@ -323,22 +322,26 @@ def survey() -> dict[str, Any]:
     return found
 
 
+def faulty(name: str, connection: Connection, output: str) -> None:
+    torch.set_num_threads(1)
+    with cann_simulator.altered(PFA, tensors={"attentionOut": FATAL[name][0]}):
+        child.serve(Context("npu:0"), connection, output)
+
+
 def fatal(name: str) -> list[str]:
     """Returns the result of a probe that ends its process, or does not come back."""
-    with runner.Runner([sys.executable, __file__, name], FATAL[name][2]) as running:
-        task = next(x for x in running.tasks() if fnmatchcase(x.id, LINES[PFA]))
-        result = running.run(task)
+    with runner.Runner(partial(faulty, name), FATAL[name][2]) as running:
+        probe = next(x for x in running.probes() if fnmatchcase(x.id, LINES[PFA]))
+        result = running.run(probe)
     return [result.id, result.verdict, result.text]
 
 
 class InThisProcess:
     """In the place of check's Runner, for probes that neither crash nor hang."""
 
-    def __init__(self, command: Sequence[str], hang: float) -> None:
-        device, quick, memory, recorded = json.loads(command[-1])
-        self._context = Context(device, quick, memory, recorded and Path(recorded))
+    def __init__(self, serve: partial[None], hang: float) -> None:
+        (self._context,) = serve.args
         child.limit_memory(self._context)
-        self._probes = {x.id: x for x in child.probes_of(self._context)}
 
     def __enter__(self) -> InThisProcess:
         return self
@@ -346,23 +349,14 @@ class InThisProcess:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def tasks(self) -> list[runner.Task]:
-        return [
-            runner.Task(x.section, x.group, x.id, x.quick, x.danger, x.longest)
-            for x in self._probes.values()
-        ]
+    def probes(self) -> list[Probe]:
+        return list(child.probes_of(self._context))
 
-    def run(self, task: runner.Task) -> Result:
-        return child.run(self._probes[task.id], self._context)
+    def run(self, probe: Probe) -> Result:
+        return child.run(probe, self._context)
 
 
 def check_here(*arguments: str) -> int:
     """`python -m ascend_attn_check`, without a process for the probes."""
     command.Runner = InThisProcess  # type: ignore[misc, assignment]
     return main(list(arguments))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with cann_simulator.altered(PFA, tensors={"attentionOut": FATAL[sys.argv[1]][0]}):
-        child.serve(Context("npu:0"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ascend_attn_check.results import FORMAT, Result, write
+from ascend_attn_check.results import Report, Result
 from ascend_attn_check.samples import OPERATORS
 from support.checkout import ROOT
 
@@ -98,13 +98,14 @@ def test_reports_make_rows(extension, tmp_path: Path) -> None:  # type: ignore[n
              Result("environment", "CANN", "CANN", "pass", "9.0.0, <CANN>/lib64")]  # fmt: skip
     for verdict in ("differs", "pass"):
         line = Result("numbers", "flash_attention_score bfloat16", "numbers/1", verdict)
-        header = {"format": FORMAT, "device": "npu:0"}
-        write(tmp_path / f"{verdict}.json", header, [*facts, line])
+        report = Report(tmp_path / f"{verdict}.json", {"device": "npu:0"})
+        report.results += [*facts, line]
+        report.write(finished=True)
     first, second = extension.reports(tmp_path)
     assert (first.facts["CANN"], first.verdict(), second.verdict()) == ("9.0.0", "1 differ", "pass")
     assert extension.status("flash_attention_score", [second]) == "pass on A2, CANN 9.0.0"
     assert extension.status("lightning_indexer", [second]) == extension.NOT_RUN
-    write(tmp_path / "cpu.json", {"format": FORMAT, "device": "cpu"}, facts)
+    Report(tmp_path / "cpu.json", {"device": "cpu"}).write(finished=True)
     with pytest.raises(ValueError, match="expected a report of an NPU, got one of cpu"):
         extension.reports(tmp_path)
 

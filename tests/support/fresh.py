@@ -10,15 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch_npu, which the package imports, takes seconds.
@@ -68,12 +65,11 @@ def _execute_in(folder: str, arguments: Sequence[str], environment: dict[str, st
 def python(*arguments: str, seconds: float = 100, **environment: str) -> Ended:
     """Returns how `python *arguments` ends and what it writes; kills it after `seconds`."""
     with TemporaryDirectory() as folder:
-        process = CONTEXT.Process(
-            target=_execute_in, args=(folder, arguments, environment), daemon=True
-        )
+        process = CONTEXT.Process(target=_execute_in, args=(folder, arguments, environment))
         process.start()
-        process.join(seconds)
-        if process.is_alive():
+        try:
+            process.join(seconds)
+        finally:
             process.kill()
             process.join()
         written = {x.name: x.read_text(errors="replace") for x in Path(folder).iterdir()}
@@ -84,41 +80,3 @@ def python(*arguments: str, seconds: float = 100, **environment: str) -> Ended:
 def run(code: str, seconds: float = 100, **environment: str) -> Ended:
     """Returns how `code` ends and what it writes; kills it after `seconds`."""
     return python("-c", textwrap.dedent(code), seconds=seconds, **environment)
-
-
-def _execute_on(arguments: Sequence[str], stdin: Connection, stdout: Connection, err: str) -> None:
-    os.setsid()
-    os.dup2(stdin.fileno(), 0)
-    os.dup2(stdout.fileno(), 1)
-    os.dup2(os.open(err, os.O_WRONLY | os.O_APPEND), 2)
-    _execute(arguments)
-
-
-class _Popen:
-    """The part of subprocess.Popen that a runner of `check` uses."""
-
-    def __init__(self, command: Sequence[str], stderr: IO[bytes], **_: Any) -> None:
-        python, *arguments = command
-        assert python == sys.executable
-        stdin, writing = CONTEXT.Pipe(duplex=False)
-        reading, stdout = CONTEXT.Pipe(duplex=False)
-        err = f"/proc/{os.getpid()}/fd/{stderr.fileno()}"
-        self._process = CONTEXT.Process(target=_execute_on, args=(arguments, stdin, stdout, err))
-        self._process.start()
-        for theirs in (stdin, stdout):
-            theirs.close()
-        self.pid = self._process.pid
-        self.stdin = open(os.dup(writing.fileno()), "wb")  # noqa: SIM115
-        self.stdout = open(os.dup(reading.fileno()), "rb")  # noqa: SIM115
-
-    def wait(self, seconds: float | None = None) -> int:
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("python", seconds or 0)
-        return self._process.exitcode
-
-
-# Takes the place of the module in ascend_attn_check.runner.
-SUBPROCESS = SimpleNamespace(
-    PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=_Popen
-)
