@@ -27,7 +27,6 @@ from ascend_attn_check.samples.flash_attention_score import FlashCase
 from ascend_attn_check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_check.samples.sparse import SparseCase
 from ascend_attn_check.samples.sparse_flash_mla import MlaCase
-from ascend_attn_check.unprobed_facts import UNPROBED
 
 SECTION = "known facts"
 HALF = torch.bfloat16
@@ -70,14 +69,6 @@ def probes(context: Context) -> Iterator[Probe]:
         if device.product in fact.products and device.cann in fact.releases:
             run = partial(_run, fact)
             yield Probe(SECTION, fact.operator, fact.id, run, quick=True, danger=fact.danger)
-    for unprobed in UNPROBED:
-        if device.product in unprobed.products:
-            run = partial(_not_probed, unprobed.why)
-            yield Probe(SECTION, f"{unprobed.operator}, not probed", unprobed.id, run, quick=True)
-
-
-def _not_probed(why: str, context: Context) -> Outcome:
-    raise Skip(f"not probed: {why}")
 
 
 def _without_device(context: Context) -> Outcome:
