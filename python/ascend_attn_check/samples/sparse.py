@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ascend_attn_ops.reference.declaration import Arguments
-from ascend_attn_ops.reference.sequences import Row, rows
+from ascend_attn_ops.reference.sequences import rows
 from torch import Tensor
 
 from .randomness import Random
@@ -176,29 +176,32 @@ def indices(case: SparseCase, random: Random) -> Tensor:
         **case.compression_options(),
     )
     for row in rows(arguments):
-        result[row.token] = torch.tensor(_row_indices(case, row, random), dtype=torch.int32)
+        visible, blocks = -(-row.limit // case.block), -(-row.capacity // case.block)
+        chosen = row_indices(case.pattern, case.k, row.token, visible, blocks, random)
+        result[row.token] = torch.tensor(chosen, dtype=torch.int32)
     return result.view(*query.shape, *([1] if case.selection_heads else []), case.k)
 
 
-def _row_indices(case: SparseCase, row: Row, random: Random) -> list[int]:
-    visible, blocks = -(-row.limit // case.block), -(-row.capacity // case.block)
-    n = min(case.k, visible)
-    chosen = random.permutation(visible)[:n]
-    filler = [-1] * (case.k - n)
-    match case.pattern:
+def row_indices(
+    pattern: str, k: int, token: int, visible: int, keys: int, random: Random
+) -> list[int]:
+    """k slots of a query that sees the first keys, or blocks, of so many."""
+    n = min(k, visible)
+    chosen, filler = random.permutation(visible)[:n], [-1] * (k - n)
+    match pattern:
         case "padded" if n > 0:
             stop = random.integer(0, n)
             chosen[stop:] = [-1] * (n - stop)
-        case "first" if n > 0 and row.token % 3 == 0:
+        case "first" if n > 0 and token % 3 == 0:
             chosen[0] = -1
         case "hole" if n > 0:
             chosen[n // 2] = -1
         case "duplicates":
             chosen = [random.integer(0, visible - 1) for _ in range(n)]
         case "future":
-            chosen = random.permutation(blocks)[:n]
-        case "unread" if blocks > 0:
-            filler = [random.integer(0, blocks - 1) for _ in filler]
+            chosen = random.permutation(keys)[:n]
+        case "unread" if keys > 0:
+            filler = [random.integer(0, keys - 1) for _ in filler]
     return chosen + filler
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .randomness import Random
 from .record import Gradient, Operator
-from .sparse import Pages, SparseCase
+from .sparse import Pages, SparseCase, row_indices
 
 LENGTHS = tuple(f"actual_seq_lengths_{x}" for x in ("query", "ori_kv", "cmp_kv"))
 
@@ -237,33 +236,10 @@ def indices(case: MlaCase, sample: Sample, random: Random) -> Tensor:
     ]
     rows = visible(sample.exact_arguments()) if tokens.numel() else iter(())
     for row, keys in zip(rows, counts, strict=False):
-        chosen = list(_row_indices(case, row.token, len(row.slots), keys, random))
+        visible_keys = len(row.slots)
+        chosen = row_indices(case.pattern, case.k, row.token, visible_keys, keys, random)
         result[row.token] = torch.tensor(chosen, dtype=torch.int32)
     return result.view(*tokens, *([1] if case.selection_heads else []), case.k)
-
-
-def _row_indices(
-    case: MlaCase, token: int, visible_keys: int, keys: int, random: Random
-) -> Iterator[int]:
-    n = min(case.k, visible_keys)
-    chosen = random.permutation(visible_keys)[:n]
-    filler = [-1] * (case.k - n)
-    match case.pattern:
-        case "padded" if n > 0:
-            stop = random.integer(0, n)
-            chosen[stop:] = [-1] * (n - stop)
-        case "first" if n > 0 and token % 3 == 0:
-            chosen[0] = -1
-        case "hole" if n > 0:
-            chosen[n // 2] = -1
-        case "duplicates":
-            chosen = [random.integer(0, visible_keys - 1) for _ in range(n)]
-        case "future":
-            chosen = random.permutation(keys)[:n]
-        case "unread" if keys > 0:
-            filler = [random.integer(0, keys - 1) for _ in filler]
-    yield from chosen
-    yield from filler
 
 
 def build_grad(case: MlaCase, dtype: torch.dtype) -> Sample:
