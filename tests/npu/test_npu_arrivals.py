@@ -12,7 +12,7 @@ import pytest
 import torch
 from arrivals import arrivals, arriving
 from ascend_attn_check.samples.sparse import SparseCase
-from ascend_attn_check.selection import cut_blocks_last, rows_of
+from device_samples import cut_blocks_last, rows_of
 from support.samples import OPERATORS, Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor

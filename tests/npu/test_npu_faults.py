@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ascend_attn_ops._core.device_limits import table
+from device_samples import KEEPING_EXECUTORS
 from faulty_calls import FAULTS, MESSAGE, Fault
 from support.samples import OPERATORS
 from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process
@@ -24,7 +25,8 @@ def ask(what: str) -> dict[str, Any]:
     out, _ = run_in_new_process(f"""
         import json, torch
         import ascend_attn_ops
-        from faulty_calls import call_that_fails, survey
+        from device_samples import KEEPING_EXECUTORS
+from faulty_calls import call_that_fails, survey
 
         torch.set_num_threads(1)
         with ascend_attn_ops.limits(None):  # the sizes of some samples are not the device's
@@ -76,7 +78,7 @@ def test_fault(operator: str, function: str, name: str, calls_of: dict[str, Any]
     failing = first if fault is not None and fault.phase == -1 and not fault.last else function
     if TASK_QUEUE == 2 and fault is not None and failing.endswith("Metadata"):
         pytest.skip("the launch behind it fails as well, and either is reported first")
-    if fault is not None and fault.found and not OPERATORS[operator].keeps_executors:
+    if fault is not None and fault.found and operator not in KEEPING_EXECUTORS:
         pytest.skip("CANN keeps no executor of it")
     if fault is None and OPERATORS[operator].in_place:
         pytest.skip("allocates no output")

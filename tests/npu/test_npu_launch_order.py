@@ -13,7 +13,7 @@ import pytest
 import torch
 from ascend_attn_check.limits import first_phase_only
 from cann_simulator.control import listening
-from device_samples import DEVICE_RECIPES, first, is_pack_gradient
+from device_samples import DEVICE_RECIPES, KEEPING_EXECUTORS, first, is_pack_gradient
 from support.samples import Recipe, Sample
 from support.simulated_npu import TASK_QUEUE
 from test_npu_conformance import COMPARABLE, attention_calls, call_theirs
@@ -68,7 +68,7 @@ def test_the_thread_is_prepared_as_torch_npu_prepares_it(recipe: Recipe) -> None
     # Ours computes some packed sequences one after another.
     assert calls[1] > 1 or len(ours) == len(theirs)
     assert ours[: ours.index("1") + 1] == theirs[: theirs.index("1") + 1]
-    reuses = int(recipe.operator.keeps_executors)
+    reuses = int(recipe.operator.name in KEEPING_EXECUTORS)
     key = f"SetPTACacheHashKey {reuses}" if TASK_QUEUE == 2 else f"SetPTAHashKey {reuses}"
     assert key in ours[: ours.index("1")]
 
@@ -108,10 +108,10 @@ def test_what_other_threads_see_while_a_call_switches_determinism() -> None:
     assert first_phases[1]["function"] == first_phases[2]["function"]
 
 
-KEEPING_EXECUTORS = [r for r in DEVICE_RECIPES if r.operator.keeps_executors]
+OF_KEPT_EXECUTORS = [r for r in DEVICE_RECIPES if r.operator.name in KEEPING_EXECUTORS]
 
 
-@pytest.mark.parametrize("recipe", KEEPING_EXECUTORS, ids=lambda recipe: recipe.id)
+@pytest.mark.parametrize("recipe", OF_KEPT_EXECUTORS, ids=lambda recipe: recipe.id)
 @pytest.mark.usefixtures("no_leak")
 def test_a_call_with_other_tensors_reuses_the_executor(recipe: Recipe) -> None:
     """No first phase, as in torch_npu; the result is that of the tensors of this call."""

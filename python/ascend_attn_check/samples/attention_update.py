@@ -91,8 +91,6 @@ ATTENTION_UPDATE = Operator(
     # Not 128 parts: torch_npu has no room for them in the key under which CANN keeps executors.
     on_device=lambda case: case.d % 8 == 0 and case.parts < 128,
     torch_npu=torch_npu,
-    torch_npu_takes=lambda case: case.d % 8 == 0,
-    keeps_executors=True,
 )
 
 OPERATORS = [ATTENTION_UPDATE]

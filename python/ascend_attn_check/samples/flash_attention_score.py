@@ -390,9 +390,6 @@ FLASH_ATTENTION_SCORE = Operator(
     ),
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,
-    # Empty ones too. It launches ropes alone by an older version.
-    torch_npu_takes=lambda case: not case.rope or (case.sink and case.layout == "TND"),
-    keeps_executors=True,
 )
 
 FLASH_ATTENTION_SCORE_GRAD = replace(

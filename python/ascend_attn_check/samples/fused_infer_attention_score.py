@@ -280,13 +280,6 @@ def torch_npu(x: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def is_launched_as_given(case: InferCase) -> bool:
-    """Whether torch_npu makes the same call: without what our launch changes for the device."""
-    decoding = not case.packed and case.s[0] == 1 and not case.rope
-    longer = not case.packed and any(len(x or ()) not in (0, case.b) for x in case.lengths)
-    return not (decoding or longer or case.mask or case.sink == "float32")
-
-
 FUSED_INFER_ATTENTION_SCORE = Operator(
     "fused_infer_attention_score",
     CASES,
@@ -294,7 +287,6 @@ FUSED_INFER_ATTENTION_SCORE = Operator(
     inference_only=True,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=torch_npu,
-    torch_npu_takes=lambda case: case in DEVICE_CASES and is_launched_as_given(case),
     takes_dtensors=False,
 )
 

@@ -79,12 +79,6 @@ class Operator:
     sized: Callable[[Any], Any | None] = no_case
     # torch_npu's own operator for the same call; None where it has none.
     torch_npu: Callable[[dict[str, Any]], Any] | None = None
-    # The cases whose aclnn calls are compared with torch_npu's; None: those of `on_device`.
-    torch_npu_takes: Callable[[Any], bool] | None = None
-    # CANN keeps the executor of a call for later calls that are alike.
-    keeps_executors: bool = False
-    # torch's flop_counter has a formula for it (`_core/flops.py`).
-    has_flops: bool = True
     # It takes DTensors (`distributed/dtensor/_axes.py`).
     takes_dtensors: bool = True
     recipes: list[Recipe] = field(init=False)

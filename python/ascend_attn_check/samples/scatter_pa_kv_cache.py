@@ -198,8 +198,6 @@ def _runs(case: CacheCase, random: Random) -> tuple[Tensor, dict[str, Any]]:
     return indices(slots).view(shape), options
 
 
-SCATTER_PA_KV_CACHE = Operator(
-    "scatter_pa_kv_cache_", CASES, build, inference_only=True, has_flops=False
-)
+SCATTER_PA_KV_CACHE = Operator("scatter_pa_kv_cache_", CASES, build, inference_only=True)
 
 OPERATORS = [SCATTER_PA_KV_CACHE]

@@ -220,8 +220,6 @@ SPARSE_FLASH_ATTENTION = Operator(
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
     torch_npu=torch_npu,
-    # As CANN's function, which takes no paged keys beside statistics either: no sample has both.
-    torch_npu_takes=lambda case: on_device(case) and case.rope,
 )
 
 SPARSE_FLASH_ATTENTION_GRAD = Operator(

@@ -137,7 +137,6 @@ KL_LOSS = Operator(
     on_device=on_device,
     sized=sized(heads=32, d=512, rope=64, index_heads=8, index_d=128, k=1024),
     torch_npu=torch_npu,
-    torch_npu_takes=lambda case: on_device(case) and case.rope,  # as CANN's function
 )
 
 OPERATORS = [KL_LOSS]
