@@ -150,7 +150,7 @@ def test_other_attention_is_served_as_before() -> None:
     assert served(make("Llama", "sdpa")) == generated(make("Llama"))
 
 
-LACKING = {"Gemma2": "softcap", "ImageGPT": "compute their attention themselves"}
+LACKING = {"Gemma2": "softcap", "ImageGPT": "models compute it themselves"}
 
 
 @pytest.mark.parametrize("name", LACKING)

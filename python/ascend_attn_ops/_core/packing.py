@@ -48,7 +48,7 @@ def lengths_of(
             raise wrong(ValueError, *where, "lengths to read", got)
         if captures(lengths.device):
             got = "a tensor, which the host cannot read before it runs"
-            raise _not_in_graph(where, "a list", got)
+            raise wrong(NotImplementedError, *where, "a list, in a graph's call", got)
         check_memory(*where, lengths)
         if lengths._is_zerotensor():
             # torch's zeros without memory, as forward-mode derivatives have them.
@@ -93,7 +93,8 @@ def lengths_on(lengths: Lengths, like: Tensor) -> Tensor | None:
         return tensor.to(like.device)
     if captures(like.device):
         got = "one on the host, which a replay cannot change"
-        raise _not_in_graph(_READ_BEFORE, f"a tensor on {like.device}", got)
+        expected = f"a tensor on {like.device}, in a graph's call"
+        raise wrong(NotImplementedError, *_READ_BEFORE, expected, got)
     return tensor.pin_memory().to(like.device, non_blocking=True)
 
 
@@ -108,12 +109,6 @@ def _in_order(lengths: Any) -> bool:
 
 def not_lengths(where: Where, got: Any) -> TypeError:
     return wrong(TypeError, *where, "whole numbers, as a list or as a tensor", shown(got))
-
-
-def _not_in_graph(where: Where, expected: str, got: str) -> NotImplementedError:
-    function, argument = where
-    text = f"{function}: {argument}: expected {expected}, in a graph's call, got {got}"
-    return NotImplementedError(text)
 
 
 def bounds_on_host(integers: Tensor) -> list[int] | None:

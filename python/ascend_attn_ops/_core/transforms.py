@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops._core.device_limits import LimitsOfCall
 from ascend_attn_ops._core.torch_private import (
     FunctionalizeInterpreter,
@@ -81,7 +82,7 @@ def _for_each_example(
     inputs: Sequence[Any],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     if info.batch_size == 0:
-        raise ValueError(f"{inputs[0].name}: vmap: expected at least one example, got none")
+        raise wrong(ValueError, inputs[0].name, "vmap", "at least one example", "none")
     results = [
         function.apply(
             *(
@@ -96,10 +97,8 @@ def _for_each_example(
 
 
 def _refuse_tangents(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: gradient: expected tensors without forward-mode tangents, which this operator "
-        "has no rule for, got a dual tensor"
-    )
+    expected = "tensors without forward-mode tangents, which this operator has no rule for"
+    raise wrong(NotImplementedError, name, "gradient", expected, "a dual tensor")
 
 
 class _Operator(torch.autograd.Function):
@@ -165,10 +164,8 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
-        raise NotImplementedError(
-            f"{ctx.name}: gradient: expected a first derivative, got a second derivative, which "
-            "this operator does not have"
-        )
+        got = "a second derivative, which this operator does not have"
+        raise wrong(NotImplementedError, ctx.name, "gradient", "a first derivative", got)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:

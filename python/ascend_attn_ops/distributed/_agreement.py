@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from ascend_attn_ops._core.arguments import shown
+from ascend_attn_ops._core.arguments import shown, wrong
 
 # By the group that it accompanies: another one may get its name.
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -94,10 +94,8 @@ def collective(function: Callable[Parameters, Result]) -> Callable[Parameters, R
         agreement = getattr(shards, "agreement", None)
         if not isinstance(agreement, Agreement):
             if "shards" in kwargs:
-                raise TypeError(
-                    f"ascend::{function.__name__}: shards: expected SequenceShards, "
-                    f"got {shown(shards)}"
-                )
+                name = f"ascend::{function.__name__}"
+                raise wrong(TypeError, name, "shards", "SequenceShards", shown(shards))
             return function(*args, **kwargs)
         votes = agreement.votes
         # Where torch.compile broke the graph, it would compile what this calls: a part of a vote.
@@ -139,8 +137,6 @@ def _verdict(caller: str, reports: list[tuple[Report | None, dict[str, str]]]) -
     for rank, (_, facts) in enumerate(reports):
         for name, value in facts.items():
             if value != first.get(name):
-                return ValueError(
-                    f"{caller}: {name}: expected the same on all ranks, got {first.get(name)} "
-                    f"on rank 0 and {value} on rank {rank}"
-                )
+                got = f"{first.get(name)} on rank 0 and {value} on rank {rank}"
+                return wrong(ValueError, caller, name, "the same on all ranks", got)
     raise AssertionError("internal error: the ranks' facts differed, then matched")

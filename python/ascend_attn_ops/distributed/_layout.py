@@ -18,6 +18,8 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
+from ascend_attn_ops._core.arguments import wrong
+
 Order = Literal["zigzag", "contiguous"]
 
 
@@ -194,10 +196,9 @@ class Layout:
             ValueError: the axis has not T tokens.
         """
         if x.shape[dim] != self.tokens:
-            raise ValueError(
-                f"SequenceShards.shard: x: expected the {self.tokens} tokens of the batch on axis "
-                f"{dim}, got shape {tuple(x.shape)}"
-            )
+            expected = f"the {self.tokens} tokens of the batch on axis {dim}"
+            got = f"shape {tuple(x.shape)}"
+            raise wrong(ValueError, "SequenceShards.shard", "x", expected, got)
         return x.index_select(dim, self.index("local", x.device))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:

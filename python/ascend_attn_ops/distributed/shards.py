@@ -18,12 +18,15 @@ from ascend_attn_ops._core.arguments import (
     check_memory,
     check_tensor,
     shown,
+    wrong,
 )
 from ascend_attn_ops._core.torch_private import FakeTensor
 from ascend_attn_ops.distributed._agreement import Agreement, collective, host_group
 from ascend_attn_ops.distributed._layout import Gather, Layout, Order, Part, Ranges, Rows
 
 __all__ = ["Part", "SequenceShards"]
+
+_NAME = "SequenceShards"
 
 
 class SequenceShards(Layout):
@@ -77,14 +80,11 @@ class SequenceShards(Layout):
     ) -> None:
         group = group if group is not None else dist.group.WORLD
         if group is None:
-            raise ValueError(
-                "SequenceShards: group: expected an initialized torch.distributed, got none; call "
-                "torch.distributed.init_process_group first"
-            )
+            got = "none; call torch.distributed.init_process_group first"
+            raise wrong(ValueError, _NAME, "group", "an initialized torch.distributed", got)
         if dist.get_rank(group) < 0:
-            raise ValueError(
-                "SequenceShards: group: expected a group with this process in it, got one without"
-            )
+            expected = "a group with this process in it"
+            raise wrong(ValueError, _NAME, "group", expected, "one without")
         self.agreement = Agreement(host_group(group) if check_calls else None)
         self.device_types = frozenset(device.type for device in group._device_types)
         self._share_out(lengths, group, order)
@@ -92,7 +92,7 @@ class SequenceShards(Layout):
     @collective
     def _share_out(self, lengths: Iterable[int], group: ProcessGroup, order: Order) -> None:
         given = _checked(lengths, order)
-        self.agreement.vote("SequenceShards", {"lengths": given, "order": order})
+        self.agreement.vote(_NAME, {"lengths": given, "order": order})
         super().__init__(given, group, order)
 
     def _place(self, lengths: tuple[int, ...], parts: Sequence[Sequence[Part]]) -> None:
@@ -132,10 +132,9 @@ class SequenceShards(Layout):
             return self
         if ratio not in self._compressed:
             if is_compiling():
-                raise NotImplementedError(
-                    f"{where}: ratio: expected one that was used before torch.compile, got {ratio};"
-                    f" call shards.compressed({ratio}) before the compiled code"
-                )
+                got = f"{ratio}; call shards.compressed({ratio}) before the compiled code"
+                expected = "one that was used before torch.compile"
+                raise wrong(NotImplementedError, where, "ratio", expected, got)
             result = copy(self)
             # A part that ends inside of a window leaves the key to who has its last token.
             keys = [
@@ -181,15 +180,12 @@ class SequenceShards(Layout):
         check_local(where, "x", x)
         dim = check_count(where, "dim", dim, least=-INT64_MAX - 1)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.local_tokens:
-            raise ValueError(
-                f"{where}: x: expected the {self.local_tokens} tokens of this rank on axis {dim}, "
-                f"got shape {tuple(x.shape)}"
-            )
+            expected = f"the {self.local_tokens} tokens of this rank on axis {dim}"
+            raise wrong(ValueError, where, "x", expected, f"shape {tuple(x.shape)}")
         if x.device.type not in self.device_types:
-            raise ValueError(
-                f"{where}: x: expected a device that the group communicates on "
-                f"({', '.join(sorted(self.device_types))}), got {x.device}"
-            )
+            types = ", ".join(sorted(self.device_types))
+            expected = f"a device that the group communicates on ({types})"
+            raise wrong(ValueError, where, "x", expected, str(x.device))
         rows = x.movedim(dim, 0)
         recorded = x.requires_grad and torch.is_grad_enabled()
         facts = {"shape": tuple(rows.shape[1:]), "dtype": str(x.dtype), "gradient": recorded}
@@ -206,23 +202,20 @@ class SequenceShards(Layout):
 def check_local(where: str, argument: str, x: object) -> None:
     """Raise unless x is a plain tensor with memory, which can be sent."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor | FakeTensor):
-        raise TypeError(
-            f"{where}: {argument}: expected a tensor of this rank's tokens, got {type(x).__name__}"
-        )
+        expected = "a tensor of this rank's tokens"
+        raise wrong(TypeError, where, argument, expected, type(x).__name__)
     check_tensor(where, argument, x)
     check_memory(where, argument, x)
 
 
 def _checked(lengths: Iterable[int], order: str) -> tuple[int, ...]:
     if order not in ("zigzag", "contiguous"):
-        got = shown(order)
-        raise ValueError(f"SequenceShards: order: expected 'zigzag' or 'contiguous', got {got}")
+        raise wrong(ValueError, _NAME, "order", "'zigzag' or 'contiguous'", shown(order))
     given = (
         tuple(lengths) if isinstance(lengths, Iterable) and not isinstance(lengths, str) else None
     )
     if given is None or not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
-        got = shown(lengths)
-        raise TypeError(f"SequenceShards: lengths: expected a list of integers, got {got}")
+        raise wrong(TypeError, _NAME, "lengths", "a list of integers", shown(lengths))
     if any(n < 0 for n in given):
-        raise ValueError(f"SequenceShards: lengths: expected no negative length, got {list(given)}")
+        raise wrong(ValueError, _NAME, "lengths", "no negative length", shown(list(given)))
     return given

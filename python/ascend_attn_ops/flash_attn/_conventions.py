@@ -190,7 +190,7 @@ def refuse_given(function: str, **arguments: object) -> None:
 
 
 def refuse(function: str, argument: str, expected: str, got: str) -> None:
-    raise NotImplementedError(f"{function}: {argument}: expected {expected}, got {got}")
+    raise wrong(NotImplementedError, function, argument, expected, got)
 
 
 _LENGTHS = re.compile(r"actual_seq_lengths_(query|key)")

@@ -16,6 +16,7 @@ from ascend_attn_ops.flash_attn import _calls as calls
 from ascend_attn_ops.flash_attn import _conventions as conventions
 from ascend_attn_ops.flash_attn._passes import packed_forward, packed_gradients
 
+_REGISTER = "register_flash_attention_impl"
 _FORWARD = "_flash_attention_forward"
 _BACKWARD = "_flash_attention_backward"
 _IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
@@ -66,15 +67,11 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
         torch.Size([9, 8, 64])
     """
     if not isinstance(impl, str):
-        function = "register_flash_attention_impl"
-        raise wrong(TypeError, function, "impl", "a string", type(impl).__name__)
-    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+        raise wrong(TypeError, _REGISTER, "impl", "a string", type(impl).__name__)
+    register = getattr(torch.nn.attention, _REGISTER, None)
     if register is None:
-        raise NotImplementedError(
-            "register_flash_attention_impl: expected a torch with "
-            "torch.nn.attention.register_flash_attention_impl (from 2.10 on), "
-            f"got {torch.__version__}; flash_attn_varlen_func needs none"
-        )
+        got = f"{torch.__version__}; flash_attn_varlen_func needs no registry"
+        raise wrong(NotImplementedError, _REGISTER, "torch", "2.10 or later", got)
     register(impl, register_fn=Kernels)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops._core.packing import Lengths, lengths_of, lengths_tensor
 from ascend_attn_ops._core.statistics import by_sequence, by_token
 from ascend_attn_ops.ops._dense_attention import number_of_scores
@@ -84,10 +85,8 @@ def _attention(
 def _ordered_by_token(name: str, softmax_layout: str, options: Options) -> bool:
     """Whether a pack's statistics hold one token after another, not one sequence after another."""
     if softmax_layout not in ("", "TND") or (softmax_layout and options["layout"] != "TND"):
-        raise ValueError(
-            f"{name}: softmax_layout: expected '', or 'TND' in input_layout TND, got "
-            f"{softmax_layout!r} in input_layout {options['layout']}"
-        )
+        got = f"{softmax_layout!r} in input_layout {options['layout']}"
+        raise wrong(ValueError, name, "softmax_layout", "'', or 'TND' in input_layout TND", got)
     return softmax_layout == "TND"
 
 
@@ -105,11 +104,8 @@ def grad_v2(
     mask = None
     if options["keep_prob"] != 1:
         if seed == offset == 0 and has_values(query):
-            raise ValueError(
-                f"{name}: seed: expected the seed and offset that the forward returned, got 0 and "
-                "0, which it returns where it is compiled; npu_fusion_attention_v3 returns tensors "
-                "there"
-            )
+            got = "0 and 0, as compiled code returns; npu_fusion_attention_v3 returns tensors there"
+            raise wrong(ValueError, name, "seed", "seed and offset from an eager forward", got)
         # The one that the forward drew.
         mask = mask_of(numels, options["keep_prob"], seed, offset, query.device)
     return _gradients(name, query, softmax_in, softmax_layout, mask, options)
@@ -136,7 +132,7 @@ def grad_v3(
     if keep_prob < 1:
         if seed is None or offset is None:
             missing = "seed" if seed is None else "offset"
-            raise ValueError(f"{name}: {missing}: expected that of the forward, got None")
+            raise wrong(ValueError, name, missing, "that of the forward", "None")
         mask = mask_of(_scores(query, key, options), keep_prob, seed, offset, query.device)
     dq, dk, dv, dpse, _, _, d_sink = _gradients(
         name, query, softmax_in, softmax_layout, mask, options
@@ -159,7 +155,7 @@ def _gradients(
         raise unsupported(name, "softmax_in", "the empty tensor of the forward", softmax_in)
     for argument in ("softmax_max", "softmax_sum", "attention_in"):
         if options[argument] is None:
-            raise ValueError(f"{name}: {argument}: expected the result of the forward, got None")
+            raise wrong(ValueError, name, argument, "the result of the forward", "None")
     arguments = {**options, "query": query, "drop_mask": mask}
     if _ordered_by_token(name, softmax_layout, options):
         arguments |= _ordered_by_sequence(options)

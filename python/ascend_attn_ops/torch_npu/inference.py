@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._core.arguments import shown
+from ascend_attn_ops._core.arguments import shown, wrong
 from ascend_attn_ops._core.operators import signature_of
 from ascend_attn_ops._core.statistics import log_sum_exp_or
 from ascend_attn_ops.torch_npu.translation import unsupported
@@ -27,9 +27,8 @@ def prompt(query: Tensor, key: Tensor, value: Tensor, layout: str, **options: An
 
 def one_token(name: str, query: Tensor, layout: str, **options: Any) -> Tensor:
     if query.shape[2 if layout == "BNSD" else 1] != 1:
-        raise ValueError(
-            f"{name}: query: expected one token of each sequence, got {list(query.shape)}"
-        )
+        got = str(list(query.shape))
+        raise wrong(ValueError, name, "query", "one token of each sequence", got)
     return fused(name, query, layout=layout, **options)[0]
 
 
@@ -94,7 +93,7 @@ def fused_out(
 ) -> tuple[Tensor, Tensor]:
     """`fused` into `out`, whose second tensor has any shape unless the log-sum-exp is wanted."""
     if len(out) != 2:
-        raise ValueError(f"{name}: out: expected two tensors, got {len(out)}")
+        raise wrong(ValueError, name, "out", "two tensors", str(len(out)))
     results = fused(name, return_softmax_lse=return_softmax_lse, **options)
     _write(name, out[: 1 + return_softmax_lse], results)
     return out[0], out[1]
@@ -130,6 +129,6 @@ def _write(name: str, into: Sequence[Tensor], results: Sequence[Tensor]) -> None
     pairs = list(zip(into, results, strict=False))
     for given, result in pairs:
         if given.shape != result.shape or given.dtype != result.dtype:
-            raise ValueError(f"{name}: out: expected {shown(result)}, got {shown(given)}")
+            raise wrong(ValueError, name, "out", shown(result), shown(given))
     for given, result in pairs:
         given.copy_(result)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._core.arguments import shown, wrong
 from ascend_attn_ops._core.statistics import by_token, merge
 from ascend_attn_ops.torch_npu.translation import has_values, unsupported
 
@@ -16,7 +17,7 @@ def attention_update(
 ) -> tuple[Tensor, Tensor | None]:
     if update_type not in (0, 1):
         expected = "0, or 1 for lse_out as well"
-        raise ValueError(f"{name}: update_type: expected {expected}, got {update_type}")
+        raise wrong(ValueError, name, "update_type", expected, str(update_type))
     out, lse_out = torch.ops.ascend.attention_update(lse, local_out)
     return out, lse_out if update_type == 1 else None
 
@@ -34,11 +35,8 @@ def ring_attention_update(
     input_softmax_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if prev_attn_out.shape != cur_attn_out.shape or prev_attn_out.dtype != cur_attn_out.dtype:
-        raise ValueError(
-            f"{name}: cur_attn_out: expected shape and dtype of prev_attn_out, "
-            f"{list(prev_attn_out.shape)} {prev_attn_out.dtype}, "
-            f"got {list(cur_attn_out.shape)} {cur_attn_out.dtype}"
-        )
+        expected = f"shape and dtype of prev_attn_out, {shown(prev_attn_out)}"
+        raise wrong(ValueError, name, "cur_attn_out", expected, shown(cur_attn_out))
     maximum, total, shares = merge(
         (prev_softmax_max, prev_softmax_sum), (cur_softmax_max, cur_softmax_sum)
     )
@@ -64,13 +62,11 @@ def _packed(name: str, share: Tensor, cu_seqlens: Tensor | None, layout: str) ->
     if layout:
         raise unsupported(name, "input_softmax_layout", "TND or none", layout)
     if cu_seqlens is None:
-        raise ValueError(f"{name}: actual_seq_qlen: expected in layout TND, got None")
+        raise wrong(ValueError, name, "actual_seq_qlen", "lengths in layout TND", "None")
     tokens = len(share)
     # It counts from 0. Without values, one sequence stands for all: shapes are the same.
     ends = cu_seqlens.tolist() if has_values(cu_seqlens) else [0, tokens]
     if not ends or ends[0] != 0 or ends[-1] != tokens:
-        raise ValueError(
-            f"{name}: actual_seq_qlen: expected cumulative sequence lengths from 0 to "
-            f"T = {tokens}, got {ends}"
-        )
+        expected = f"cumulative sequence lengths from 0 to T = {tokens}"
+        raise wrong(ValueError, name, "actual_seq_qlen", expected, shown(ends))
     return by_token(share, ends[1:])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops._core.device_limits import device_in_force
 from ascend_attn_ops.torch_npu.translation import unsupported
 
@@ -27,10 +28,8 @@ def attention(
     options["query_rope"] = query_rope
     tensors = (_given(name, value), *(x for x in options.values() if isinstance(x, Tensor)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors) and not return_softmax_lse:
-        raise ValueError(
-            f"{name}: return_softmax_lse: expected True where a gradient is wanted, whose backward "
-            "reads the statistics, got False"
-        )
+        expected = "True where a gradient is wanted, whose backward reads the statistics"
+        raise wrong(ValueError, name, "return_softmax_lse", expected, "False")
     if layout_kv != _PAGED:
         _check_one_layout(name, "layout_kv", layout, layout_kv, block_table)
     elif return_softmax_lse and name.startswith("npu::"):  # vLLM-Ascend's operator returns them
@@ -71,10 +70,9 @@ def indexer(
 def _check_rope(name: str, query_rope: Tensor | None) -> None:
     """Our operators pass zeros to CANN's functions; torch_npu passes what it is given."""
     if query_rope is None and device_in_force() is not None:
-        raise ValueError(
-            f"{name}: query_rope: expected a tensor, without which CANN refuses the call, got "
-            "None; torch.ops.ascend takes the same call"
-        )
+        expected = "a tensor, without which CANN refuses the call"
+        got = "None; torch.ops.ascend takes the same call"
+        raise wrong(ValueError, name, "query_rope", expected, got)
 
 
 def _given(name: str, value: Tensor | None) -> Tensor:
@@ -89,6 +87,4 @@ def _check_one_layout(
     if layout != layout_query:
         raise unsupported(name, argument, f"{_PAGED} or layout_query, {layout_query}", layout)
     if block_table is not None:
-        raise ValueError(
-            f"{name}: block_table: expected None beside {argument} {layout}, got a tensor"
-        )
+        raise wrong(ValueError, name, "block_table", f"None beside {argument} {layout}", "a tensor")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._core.arguments import shown
+from ascend_attn_ops._core.arguments import shown, wrong
 from ascend_attn_ops._core.operators import signature_of
 from ascend_attn_ops._core.torch_private import (
     below_autograd,
@@ -129,7 +129,7 @@ class Translation:
 
 def unsupported(name: str, argument: str, expected: str, got: object) -> NotImplementedError:
     """For what the operator takes and this library does not compute."""
-    return NotImplementedError(f"{name}: {argument}: expected {expected}, got {shown(got)}")
+    return wrong(NotImplementedError, name, argument, expected, shown(got))
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 from ascend_attn_ops import ops
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops._core.packing import lengths_between
 from ascend_attn_ops.nn.compression import compress_keys, first_tokens
 from ascend_attn_ops.nn.indexer_training import attention_with_indexer_loss, indexer_loss
@@ -21,21 +22,20 @@ from ascend_attn_ops.transformers._layers import (
     State,
     Tokens,
     cache_of,
+    wrong_layer,
 )
 
 _rotate = modeling.apply_rotary_pos_emb
 _INDEXER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_indexer(indexer: nn.Module, layer: int) -> None:
+def check_indexer(indexer: nn.Module, layer: Any) -> None:
     """Raises where a weight of the indexer is quantized: it could not learn."""
     for name, x in (*indexer.named_parameters(), *indexer.named_buffers()):
         if x.dtype not in _INDEXER_DTYPES:
-            raise NotImplementedError(
-                f"enable_dsa: layer {layer}: expected an indexer with weights of float16, "
-                f"bfloat16, float32 or float64, got {x.dtype} in {name}; dequantize the model when "
-                "it is loaded"
-            )
+            got = f"{x.dtype}; dequantize the model when it is loaded"
+            expected = "weights of float16, bfloat16, float32 or float64"
+            raise wrong_layer(layer, f"indexer.{name}", expected, got)
 
 
 class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attention):  # type: ignore[misc]
@@ -65,13 +65,11 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
     def check_layer(cls, layer: Any, options: Options) -> None:
         super().check_layer(layer, options)
         if options.dense_warmup:
-            raise NotImplementedError(
-                "enable_dsa: dense_warmup: the indexers of DeepSeek-V4 learn from the keys that "
-                "they select; train them without it"
-            )
+            expected = "False for DeepSeek-V4, whose indexers learn from the keys that they select"
+            raise wrong(NotImplementedError, "enable_dsa", "dense_warmup", expected, "True")
         indexer = getattr(layer.compressor, "indexer", None)
         if indexer is not None:
-            check_indexer(indexer, layer.layer_idx)
+            check_indexer(indexer, layer)
 
     def state(self, options: Options) -> State:
         return State(options, self.kv_proj.weight.device)
@@ -105,11 +103,8 @@ class DeepseekV4CompressedAttention(EnabledAttention, modeling.DeepseekV4Attenti
 
     def _check_cache(self, cache: Any) -> None:
         if self.compressor is not None and not isinstance(cache, modeling.DeepseekV4HCACache):
-            raise NotImplementedError(
-                f"enable_dsa: {CACHE}: layer {self.layer_idx}: expected a cache of "
-                f"compressed keys, as DynamicCache(config=model.config) has it, got a "
-                f"{type(cache).__name__}"
-            )
+            expected = "one of compressed keys, as DynamicCache(config=model.config) has it"
+            raise wrong_layer(self, CACHE, expected, type(cache).__name__)
 
     def _attend(
         self,

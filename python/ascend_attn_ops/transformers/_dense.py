@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 from ascend_attn_ops import ops
+from ascend_attn_ops._core.arguments import shown, wrong
 from ascend_attn_ops._core.npu_graphs import captures
 from ascend_attn_ops._core.packing import begins_of_runs, without_empty
 from ascend_attn_ops._core.patches import Patch
@@ -31,6 +32,9 @@ from ascend_attn_ops.transformers._sequences import (
 NAME = "ascend"
 # transformers' continuous batching accepts this name, as it contains "flash".
 PAGED_NAME = "ascend_flash"
+
+_WHERE = f'attn_implementation="{NAME}"'
+_ANOTHER = 'use another implementation, such as "eager"'
 
 # Arguments of models that flash_attention_score does not have, and what they are.
 _REFUSED = {
@@ -189,10 +193,10 @@ def mask(
     layer_types = getattr(config, "layer_types", None) or ()
     if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
         what = "load the model with another implementation and call enable_dsa(model)"
-        raise NotImplementedError(
-            f'attn_implementation="{NAME}": {type(config).__name__} has an indexer or compressed '
-            f"keys; {what if config.model_type in SERVED else ANOTHER_INDEXER}"
-        )
+        hint = what if config.model_type in SERVED else ANOTHER_INDEXER
+        got = f"{type(config).__name__}; {hint}"
+        expected = "a model without an indexer and compressed keys"
+        raise wrong(NotImplementedError, _WHERE, "config", expected, got)
     _check_that_attention_can_be_chosen(config.__class__)
 
     def of_all_pairs() -> Tensor | None:
@@ -215,10 +219,8 @@ def mask(
     offset = int(q_offset)
     keys = offset + q_length - kv_offset
     if attention_mask is not None and attention_mask.shape[-1] < offset + q_length:
-        raise ValueError(
-            f"attention_mask: expected at least {offset + q_length} columns, the tokens and what "
-            f"is cached, got {attention_mask.shape[-1]}"
-        )
+        expected = f"at least {offset + q_length} columns, the tokens and what is cached"
+        raise wrong(ValueError, _WHERE, "attention_mask", expected, str(attention_mask.shape[-1]))
     window = pattern.window if pattern.window is not None and pattern.window < keys else None
     sequences = pattern.sequences
     if attention_mask is not None:
@@ -251,10 +253,9 @@ def _check_that_attention_can_be_chosen(config_class: Any) -> None:
 
     models = (model for model in kinds_of(PreTrainedModel) if model.config_class is config_class)
     if not all(model._supports_sdpa or model._supports_attention_backend for model in models):
-        raise NotImplementedError(
-            f'attn_implementation="{NAME}": the models of {config_class.__name__} compute their '
-            'attention themselves; use another implementation, such as "eager"'
-        )
+        got = f"{config_class.__name__}, whose models compute it themselves; {_ANOTHER}"
+        expected = "models that let their attention be chosen"
+        raise wrong(NotImplementedError, _WHERE, "config", expected, got)
 
 
 def _recognise(function: Callable[..., Any]) -> _Pattern | None:
@@ -321,11 +322,9 @@ def attention(
     for name, what in _REFUSED.items():
         given = kwargs.get(name)
         if given is not None and given is not False:
-            raise NotImplementedError(
-                f'attn_implementation="{NAME}": {name}: flash_attention_score does not compute '
-                f"{what}, which {type(module).__name__} asks for; use another implementation, "
-                'such as "eager"'
-            )
+            expected = f"none, as flash_attention_score does not compute {what}"
+            got = f"one from {type(module).__name__}; {_ANOTHER}"
+            raise wrong(NotImplementedError, _WHERE, name, expected, got)
     options: dict[str, Any] = {"num_heads": query.shape[1], "scale_value": scaling, "sink": s_aux}
     if "write_index" in kwargs:
         options |= {**_mode(True, sliding_window), "num_key_value_heads": key.shape[1]}
@@ -333,7 +332,7 @@ def attention(
     options["dropout_p"] = dropout
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
-    pack = of_collator(kwargs, queries, keys) if causal or keys == queries else None
+    pack = of_collator(_WHERE, kwargs, queries, keys) if causal or keys == queries else None
     form = None if attention_mask is None else (attention_mask.dtype, *attention_mask.shape[1:3])
     if form == (torch.int32, 1, 2):
         causal, brief = True, cast("Tensor", attention_mask)
@@ -349,10 +348,8 @@ def attention(
         # A static cache has room behind the tokens.
         key, value = key[:, :, :queries], value[:, :, :queries]
     elif not causal and sliding_window is not None and sliding_window < keys and pack is None:
-        raise ValueError(
-            f'attn_implementation="{NAME}": sliding_window: expected a mask beside a window of '
-            "attention that is not causal"
-        )
+        expected = "None without a mask in attention that is not causal"
+        raise wrong(ValueError, _WHERE, "sliding_window", expected, shown(sliding_window))
     if "sparse_mode" not in options:
         if causal and pack is None:
             pack = _of_positions(module, kwargs.get("position_ids"), query, key.shape[2])
@@ -372,11 +369,11 @@ def _mode(causal: bool, window: int | None, keys: int = sys.maxsize) -> dict[str
 def _pairs(module: nn.Module, query: Tensor, mask: Tensor, keys: int) -> dict[str, Any]:
     """A mask of all pairs, as the operator takes it."""
     if mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise TypeError(
-            f'attn_implementation="{NAME}": attention_mask: expected (B, keys), or (B, 1, queries, '
-            "keys), bool where True keeps a key or what is added to the scores, got "
-            f"{mask.dtype} of shape {tuple(mask.shape)}"
+        expected = (
+            "(B, keys), or (B, 1, queries, keys), bool where True keeps a key or what is added to "
+            "the scores"
         )
+        raise wrong(TypeError, _WHERE, "attention_mask", expected, shown(mask))
     options: dict[str, Any] = {"sparse_mode": 1}
     if mask.is_floating_point():
         if is_compiling() or captures(query.device) or mask.requires_grad:
@@ -410,10 +407,8 @@ def _in_pack(
     tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if "attn_mask" in options:
         if "pse_shift" in options or options["attn_mask"].shape[1] > 1:
-            raise NotImplementedError(
-                f'attn_implementation="{NAME}": attention_mask: expected bool, the same for all '
-                "heads, beside lengths of packed sequences (cu_seq_lens_q)"
-            )
+            expected = "bool, the same for all heads, beside lengths of a pack (cu_seq_lens_q)"
+            raise wrong(NotImplementedError, _WHERE, "attention_mask", expected, "another mask")
         options["attn_mask"] = torch.block_diag(*options["attn_mask"][:, 0])
     out, *_ = ops.flash_attention_score(
         *tensors, **options, layout="TND",

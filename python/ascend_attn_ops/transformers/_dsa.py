@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from transformers import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
+from ascend_attn_ops._core.arguments import shown, wrong
 from ascend_attn_ops._core.patches import Patch
 from ascend_attn_ops.transformers import _sequences
 from ascend_attn_ops.transformers._layers import (
@@ -35,6 +36,7 @@ _LAYERS = {
     (_GLM, "GlmMoeDsaAttention"): ("_glm_moe_dsa", "GlmMoeDsaSparseAttention"),
 }
 _MASK = "indexed_attention"
+_WHERE = "enable_dsa", "attention_mask"
 _ARGUMENTS = "input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache"
 
 
@@ -131,15 +133,9 @@ def enable_dsa(
     if not layers:
         names = ", ".join(name for _, name in _LAYERS)
         indexed = any(getattr(module, "indexer", None) is not None for module in model.modules())
-        what = (
-            ANOTHER_INDEXER
-            if indexed
-            else ('for dense models call register() and use attn_implementation="ascend"')
-        )
-        raise ValueError(
-            f"enable_dsa: model: expected attention layers of {names}, and {type(model).__name__} "
-            f"has none; {what}"
-        )
+        dense = 'for dense models call register() and use attn_implementation="ascend"'
+        got = f"none in {type(model).__name__}; {ANOTHER_INDEXER if indexed else dense}"
+        raise wrong(ValueError, "enable_dsa", "model", f"attention layers of {names}", got)
     options = Options(indexer_loss_weight, dense_warmup, indexer_dtype)
     for layer in layers:
         _kind_of(layer).check_layer(layer, options)
@@ -202,10 +198,8 @@ def disable_dsa(model: nn.Module) -> None:
     for enabled in [x for x in model.modules() if "_ascend_dsa" in vars(x)]:
         vars(enabled)["_ascend_dsa"].undo()
     if any(isinstance(layer, EnabledAttention) for layer in model.modules()):
-        raise ValueError(
-            f"disable_dsa: model: {type(model).__name__} is a part of what is enabled already; "
-            "call disable_dsa with what enable_dsa was called with"
-        )
+        got = f"a part of it, {type(model).__name__}"
+        raise wrong(ValueError, "disable_dsa", "model", "the argument of enable_dsa", got)
 
 
 def _name_of(module: nn.Module) -> tuple[str, str]:
@@ -319,10 +313,8 @@ def _sequences_of(base: Any, kwargs: dict[str, Any]) -> tuple[_sequences.Sequenc
         valid = mask.to(device, torch.bool)
         fewest = 0 if is_compiling() else int(offset) + queries
         if valid.shape[0] != batch or not fewest <= valid.shape[-1] <= keys:
-            raise ValueError(
-                f"attention_mask: expected {batch} rows of at least {fewest} and at most {keys} "
-                f"columns, the tokens and what is cached, got {tuple(valid.shape)}"
-            )
+            expected = f"{batch} rows of {fewest}..{keys} columns, the tokens and what is cached"
+            raise wrong(ValueError, *_WHERE, expected, str(tuple(valid.shape)))
         # A cache with room: what is not there yet is as good as padding.
         valid = torch.nn.functional.pad(valid, (0, keys - valid.shape[-1]))
     else:
@@ -346,17 +338,16 @@ def _unpadded(
         if mask.ndim == 2 and not is_compiling() and cache is None:
             valid = mask.to(_input_of(kwargs).device, torch.bool)
         if valid is None or bool((valid.int().diff(dim=-1) > 0).any()):
-            raise NotImplementedError(
-                "enable_dsa: attention_mask: DeepSeek-V4 would compress padding as if it were "
-                "text; pass sequences of one length, padding behind them and no cache, or packed "
-                "sequences, and no mask under torch.compile"
+            expected = (
+                "no padding that DeepSeek-V4 would compress as text: sequences of one length, "
+                "padding behind them and no cache, or packed sequences; none under torch.compile"
             )
+            raise wrong(NotImplementedError, *_WHERE, expected, shown(mask))
     found = _packed(base, kwargs, queries, 0) if valid is None else None
     if found is not None and cache is not None:
-        raise NotImplementedError(
-            f"enable_dsa: {CACHE}: DeepSeek-V4 compresses packed sequences each by itself, "
-            "and a cache has one for all; pass use_cache=False"
-        )
+        expected = "None beside packed sequences, which DeepSeek-V4 compresses each by itself"
+        got = "a cache; pass use_cache=False"
+        raise wrong(NotImplementedError, "enable_dsa", CACHE, expected, got)
     if found is not None or valid is not None:
         kwargs["use_cache"] = False
     # Compressed keys begin anew in each sequence, on the host.
@@ -368,7 +359,7 @@ def _packed(
 ) -> _sequences.Sequences | None:
     """The sequences of a pack: what a collator says, or what positions do that start over."""
     batch, queries = _input_of(kwargs).shape[:2]
-    found = _sequences.of_collator(kwargs, queries, keys)
+    found = _sequences.of_collator("enable_dsa", kwargs, queries, keys)
     positions = kwargs.get("position_ids")
     if found is not None or positions is None or queries == 1:
         return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers.masking_utils import create_causal_mask
 
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops.transformers._sequences import Sequences
 
 # Models by their model_type. Others derive from them, with sinks, shared keys or other windows.
@@ -23,6 +24,12 @@ ANOTHER_INDEXER = (
 
 # The argument for the cache: transformers 5.24 renames it, and still takes the old name.
 CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+
+
+def wrong_layer(
+    layer: Any, attribute: str, expected: str, got: str, kind: type[Exception] = NotImplementedError
+) -> Exception:
+    return wrong(kind, "enable_dsa", f"layer {layer.layer_idx}'s {attribute}", expected, got)
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
@@ -110,26 +117,21 @@ class EnabledAttention(nn.Module):
     def check_layer(cls, layer: Any, options: Options) -> None:
         """Raises where a layer is not as transformers made it, or an option is not for it."""
         if layer.attention_dropout:
-            raise NotImplementedError(
-                "enable_dsa: config.attention_dropout: expected 0, got "
-                f"{layer.attention_dropout}: the sparse operators have no dropout; set it to 0 "
-                "when the model is made"
-            )
+            got = f"{layer.attention_dropout}; set it to 0 when the model is made"
+            raise wrong(NotImplementedError, "enable_dsa", "config.attention_dropout", "0", got)
 
     def state(self, options: Options) -> State:
         return State(options)
 
     def check_call(self, tokens: Any, arguments: dict[str, Any]) -> None:
         if not isinstance(tokens, Tokens):
-            raise TypeError(
-                "enable_dsa: the layers of a model must be called by the model, which says what "
-                f"is padding; got an attention_mask of type {type(tokens).__name__}"
-            )
+            expected = "a call by the model, which tells its layers what is padding"
+            got = type(tokens).__name__
+            raise wrong(TypeError, "enable_dsa", "attention_mask", expected, got)
         if arguments.get("output_attentions"):
-            raise NotImplementedError(
-                "enable_dsa: output_attentions: the attention weights of sparse attention never "
-                "exist as a matrix; call disable_dsa(model) for them"
-            )
+            expected = "False, as sparse attention never has all weights"
+            got = "True; call disable_dsa(model) for them"
+            raise wrong(NotImplementedError, "enable_dsa", "output_attentions", expected, got)
 
 
 class EnabledLayer(nn.Module):

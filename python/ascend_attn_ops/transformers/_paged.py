@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import CacheAllocator
 
 from ascend_attn_ops import ops
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops._core.packing import lengths_between
 from ascend_attn_ops._core.patches import Patch
 
@@ -97,10 +98,9 @@ def attention(
         (1, tokens, heads, size).
     """
     if kwargs.get("block_table") is not None:
-        raise NotImplementedError(
-            "continuous batching: block_table: expected None, as this attention reads the pages of "
-            "every step; set max_blocks_per_request=0 in ContinuousBatchingConfig"
-        )
+        expected = "None, as this attention reads the pages of every step"
+        got = "a tensor; set max_blocks_per_request=0 in ContinuousBatchingConfig"
+        raise wrong(NotImplementedError, "generate_batch", "block_table", expected, got)
     layer: int = module.layer_idx  # type: ignore[assignment]
     ends = kwargs["cu_seq_lens_q"]
     cache = kwargs["cache"] if "cache" in kwargs else _caches[ends]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._core.arguments import wrong
 from ascend_attn_ops._core.device_limits import device_in_force
 from ascend_attn_ops._core.packing import (
     Lengths,
@@ -19,6 +20,8 @@ from ascend_attn_ops._core.packing import (
     without_empty,
 )
 from ascend_attn_ops._core.torch_private import assert_async
+
+_MASK = "enable_dsa", "attention_mask"
 
 
 class Sequences(NamedTuple):
@@ -61,10 +64,8 @@ def padded(valid: Tensor, queries: int, offset: int | Tensor) -> Sequences:
     if is_compiling():
         return Sequences(query_ends, key_ends, valid_queries)
     if not torch.equal(valid, (positions >= first[:, None]) & (positions < behind[:, None])):
-        raise ValueError(
-            "attention_mask: expected padding before and behind the tokens of a sequence only, "
-            "got zeros between them"
-        )
+        expected = "padding before and behind the tokens of a sequence only"
+        raise wrong(ValueError, *_MASK, expected, "zeros between them")
     kept = without_empty(list(zip(query_ends.tolist(), key_ends.tolist(), strict=True)))
     return Sequences([q for q, _ in kept], [k for _, k in kept], valid_queries)
 
@@ -101,7 +102,9 @@ def from_begins(
     return Sequences(query_ends, key_ends, None)
 
 
-def of_collator(kwargs: Mapping[str, Any], queries: int, keys: int) -> Sequences | None:
+def of_collator(
+    function: str, kwargs: Mapping[str, Any], queries: int, keys: int
+) -> Sequences | None:
     """The sequences whose lengths a collator says, if it does. Compiled models read them as well.
 
     Raises:
@@ -112,10 +115,9 @@ def of_collator(kwargs: Mapping[str, Any], queries: int, keys: int) -> Sequences
     if query_ends is None or key_ends is None:
         return None
     if keys != queries:
-        raise ValueError(
-            f"cu_seq_lens_q: expected as many keys as tokens, got {keys} keys and {queries} "
-            "tokens: a cache has keys of no sequence of the pack; pass use_cache=False"
-        )
+        hint = "a cache has keys of no sequence of the pack; pass use_cache=False"
+        got = f"{keys} keys and {queries} tokens: {hint}"
+        raise wrong(ValueError, function, "cu_seq_lens_q", "as many keys as tokens", got)
     return Sequences(query_ends[1:], key_ends[1:], None)
 
 
@@ -166,10 +168,8 @@ def valid_keys(mask: Tensor, queries: int, offset: int | Tensor) -> Tensor:
         TypeError, ValueError: it is another mask, which no lengths describe.
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != queries:
-        raise ValueError(
-            f"attention_mask: expected shape (B, keys) or (B, 1, {queries}, keys), "
-            f"got {tuple(mask.shape)}"
-        )
+        expected = f"shape (B, keys) or (B, 1, {queries}, keys)"
+        raise wrong(ValueError, *_MASK, expected, f"{tuple(mask.shape)}")
     seen = mask.squeeze(1)
     if mask.dtype != torch.bool:
         # Added to the scores: zero keeps a key, the smallest number masks it out.
@@ -177,16 +177,13 @@ def valid_keys(mask: Tensor, queries: int, offset: int | Tensor) -> Tensor:
     valid = seen[:, -1]
     if is_compiling():
         if queries > 1:
-            raise NotImplementedError(
-                "attention_mask: expected shape (B, keys) under torch.compile, which cannot tell "
-                "whether a mask of all pairs is causal"
-            )
+            expected = "shape (B, keys) under torch.compile"
+            got = "a mask of all pairs, which may not be causal"
+            raise wrong(NotImplementedError, *_MASK, expected, got)
         return valid
     positions = torch.arange(mask.shape[-1], device=mask.device)
     causal = positions <= (offset + torch.arange(queries, device=mask.device))[:, None]
     if not torch.equal(seen, causal & valid[:, None]):
-        raise ValueError(
-            "attention_mask: expected a causal mask with padding, got another pattern; packed "
-            "sequences are described by position_ids that start over"
-        )
+        got = "another pattern; position_ids that start over describe packed sequences"
+        raise wrong(ValueError, *_MASK, "a causal mask with padding", got)
     return valid

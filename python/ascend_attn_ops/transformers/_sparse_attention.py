@@ -16,6 +16,7 @@ from ascend_attn_ops.transformers._layers import (
     Options,
     Tokens,
     cache_of,
+    wrong_layer,
 )
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -32,11 +33,9 @@ def folded_weight(layer: Any) -> Tensor:
             added = [projection.get_delta_weight(x) for x in names]
             projection = projection.get_base_layer()
     if type(projection) is not nn.Linear:
-        raise NotImplementedError(
-            f"enable_dsa: layer {layer.layer_idx}: expected kv_b_proj to be a plain nn.Linear, or "
-            f"with LoRA adapters without dropout, got {type(projection).__name__}; merge other "
-            "adapters and dequantize before"
-        )
+        expected = "a plain nn.Linear, or one with LoRA adapters without dropout"
+        got = f"{type(projection).__name__}; merge other adapters and dequantize before"
+        raise wrong_layer(layer, "kv_b_proj", expected, got)
     return sum(added, start=projection.weight)
 
 
@@ -147,10 +146,8 @@ class SparseAttention(EnabledAttention):
         weight = folded_weight(self)
         # FSDP2 has gathered its shards by now.
         if isinstance(weight, DTensor):
-            raise NotImplementedError(
-                f"enable_dsa: layer {self.layer_idx}: expected the weight of kv_b_proj to be a "
-                "plain tensor in the forward, got a DTensor; load without tensor parallelism"
-            )
+            got = "a DTensor; load without tensor parallelism"
+            raise wrong_layer(self, "kv_b_proj.weight", "a plain tensor in the forward", got)
         weight = weight.view(self.num_heads, sum(sizes), self.kv_lora_rank)
         return list(weight.split(sizes, dim=1))
 
@@ -224,10 +221,8 @@ class SparseAttention(EnabledAttention):
             return tokens.every_key
         if indexed is None:
             if of_previous_layer is None:
-                raise ValueError(
-                    f"layer {self.layer_idx} shares the selection of a layer with an indexer, "
-                    "and there is none before it: see config.indexer_types"
-                )
+                expected = "an indexer, or a layer before with one: see config.indexer_types"
+                raise wrong_layer(self, "indexer", expected, "neither", ValueError)
             return of_previous_layer
         query, key, weights = (x.detach() for x in indexed)
         count = self.indexer.index_topk
