@@ -220,7 +220,14 @@ def check_blocks(
 def nz_cache_shape(
     num_blocks: int, block_size: int, num_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[int, int, int, int]:
-    """The shape of a cache for cache_mode "PA_NZ": (num_blocks, N * D / L, block_size, L).
+    """The shape of a cache for cache_mode "PA_NZ".
+
+    Args:
+        num_blocks, block_size, num_heads, head_size: of the cache (num_blocks, block_size, N, D).
+        dtype: of the cache.
+
+    Returns:
+        (num_blocks, N * D / L, block_size, L), where L elements have 32 bytes.
 
     Raises:
         TypeError: a size is not a whole number, or dtype no dtype.
@@ -245,11 +252,22 @@ def nz_cache_shape(
 
 
 def nd_to_nz(cache: Tensor) -> Tensor:
-    """A copy of a cache (num_blocks, block_size, N, D) in the layout of cache_mode "PA_NZ".
+    """A copy of a cache in the layout of cache_mode "PA_NZ".
+
+    Args:
+        cache: (num_blocks, block_size, N, D).
+
+    Returns:
+        The shape of :func:`nz_cache_shape`.
 
     Raises:
         TypeError: cache is not a tensor.
         ValueError: cache has another rank, or D is not a multiple of 32 bytes.
+
+    Example:
+        >>> cache = torch.arange(64.0).view(1, 2, 2, 16)
+        >>> nd_to_nz(cache)[0, :, 0, 0].tolist()  # eight elements of float32 are 32 bytes
+        [0.0, 8.0, 16.0, 24.0]
     """
     check_tensor("ascend::nd_to_nz", "cache", cache, 4, "(num_blocks, block_size, N, D)")
     check_memory("ascend::nd_to_nz", "cache", cache)
@@ -264,7 +282,14 @@ def nd_to_nz(cache: Tensor) -> Tensor:
 
 
 def nz_to_nd(cache: Tensor, num_heads: int) -> Tensor:
-    """A copy of a cache of cache_mode "PA_NZ", of 4 axes, as (num_blocks, block_size, N, D).
+    """A copy of a cache of cache_mode "PA_NZ" as before :func:`nd_to_nz`.
+
+    Args:
+        cache: of the shape of :func:`nz_cache_shape`.
+        num_heads: N.
+
+    Returns:
+        (num_blocks, block_size, N, D).
 
     Raises:
         TypeError: cache is not a tensor, or num_heads not a whole number.

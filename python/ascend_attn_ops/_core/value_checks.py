@@ -32,6 +32,9 @@ def check_values() -> Iterator[None]:
     checked when they run. Calls in a graph (``torch.npu.NPUGraph``) are not, since neither its
     capture nor an update can wait; a warning says so.
 
+    Returns:
+        A context manager.
+
     Example:
         >>> import torch, ascend_attn_ops
         >>> keys = torch.randn(2, 1, 64, dtype=torch.bfloat16)

@@ -77,8 +77,8 @@ def record(folder: str | Path, when: When = "raises", limit: str = "200MB") -> I
         ...         out, *_ = ascend_attn_ops.flash_attention_score(
         ...             query, key, value, num_heads=4, layout="BSND", sparse_mode=3)
         ...     outcome = replay(files[0])
-        >>> outcome.error, outcome.difference, outcome.same_as_recorded
-        (None, None, True)
+        >>> len(files), outcome.error, outcome.same_as_recorded
+        (1, None, True)
     """
     refuse_traces(_NAME)
     if when not in ("differs", "raises", "always"):
@@ -334,7 +334,7 @@ def _with_strides(x: Tensor, stride: list[int]) -> Tensor:
 
 
 def replay(file: str | Path, device: str = "cpu") -> Replayed:
-    """Run a recorded call under the limits it had, and compare what comes out.
+    """Run a call that :func:`record` wrote, under its limits, and compare what comes out.
 
     Args:
         file: one that `record` wrote.

@@ -24,7 +24,7 @@ Order = Literal["zigzag", "contiguous"]
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of one sequence.
+    """Consecutive tokens of one sequence, as :class:`SequenceShards` deals them out.
 
     Attributes:
         sequence: which sequence of the batch.

@@ -61,10 +61,10 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
         >>> register_flash_attention_impl()
         >>> torch.nn.attention.activate_flash_attention_impl("ascend")
         >>> from torch.nn.attention.varlen import varlen_attn
-        >>> q, k, v = torch.randn(3, 9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
-        >>> cu_seq = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-        >>> varlen_attn(q, k, v, cu_seq, cu_seq, 4, 4, window_size=(-1, 0)).shape
-        torch.Size([9, 8, 64])
+        >>> x = torch.arange(3).view(3, 1, 1).expand(3, 8, 64).bfloat16()
+        >>> cu_seq = torch.tensor([0, 1, 3], dtype=torch.int32)  # sequences of 1 and 2
+        >>> varlen_attn(0 * x, x, x, cu_seq, cu_seq, 2, 2, window_size=(-1, 0))[:, 0, 0].tolist()
+        [0.0, 1.0, 1.5]
     """
     if not isinstance(impl, str):
         raise wrong(TypeError, _REGISTER, "impl", "a string", type(impl).__name__)

@@ -11,7 +11,7 @@ __all__ = ["index_first_axis", "pad_input", "unpad_input"]
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of a tensor, with gradients.
+    """The rows of a tensor, with gradients, as :func:`unpad_input` takes the tokens.
 
     Args:
         input: (rows, ...).

@@ -94,11 +94,11 @@ def flash_attn_func(
     Example:
         >>> import torch
         >>> from ascend_attn_ops.flash_attn import flash_attn_func
-        >>> q = torch.randn(2, 5, 8, 64, dtype=torch.bfloat16)
+        >>> q = torch.zeros(2, 5, 8, 64, dtype=torch.bfloat16)
         >>> k, v = torch.randn(2, 2, 9, 2, 64, dtype=torch.bfloat16)
         >>> out, softmax_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-        >>> out.shape, softmax_lse.shape
-        (torch.Size([2, 5, 8, 64]), torch.Size([2, 8, 5]))
+        >>> softmax_lse[0, 0].exp().round().tolist()  # of scores of 0: how many keys a query sees
+        [5.0, 6.0, 7.0, 8.0, 9.0]
     """
     name = "flash_attn_func"
     conventions.check_tensors(name, 4, "q k v", q, k, v)
@@ -173,10 +173,12 @@ def flash_attn_varlen_func(
     Example:
         >>> import torch
         >>> from ascend_attn_ops.flash_attn import flash_attn_varlen_func
-        >>> q, k, v = torch.randn(3, 9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
+        >>> q = k = torch.zeros(9, 8, 64, dtype=torch.bfloat16)  # sequences of 3, 2 and 4
+        >>> v = torch.arange(9).view(9, 1, 1).expand_as(q).bfloat16()
         >>> cu_seqlens = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
-        torch.Size([9, 8, 64])
+        >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True)
+        >>> out[:, 0, 0].tolist()  # the mean of the values of a sequence so far
+        [0.0, 0.5, 1.0, 3.0, 3.5, 5.0, 5.5, 6.0, 6.5]
     """
     name = "flash_attn_varlen_func"
     conventions.check_tensors(name, 3, "q", q)
@@ -387,13 +389,13 @@ def flash_attn_with_kvcache(
         >>> import torch
         >>> from ascend_attn_ops.flash_attn import flash_attn_with_kvcache
         >>> k_cache, v_cache = torch.zeros(2, 2, 128, 2, 64, dtype=torch.bfloat16)
-        >>> q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
+        >>> q = torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16)
         >>> k, v = torch.randn(2, 2, 1, 2, 64, dtype=torch.bfloat16)
         >>> cache_seqlens = torch.tensor([7, 90], dtype=torch.int32)
-        >>> out = flash_attn_with_kvcache(
-        ...     q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True)
-        >>> out.shape, torch.equal(k_cache[1, 90], k[1, 0])
-        (torch.Size([2, 1, 8, 64]), True)
+        >>> out, softmax_lse = flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, return_softmax_lse=True)
+        >>> softmax_lse[:, 0, 0].exp().round().tolist()  # how many keys a sequence has now
+        [8.0, 91.0]
     """
     sink = conventions.sink_of("flash_attn_with_kvcache", s_aux, learnable_sink)
     out, lse = attend_with_cache(

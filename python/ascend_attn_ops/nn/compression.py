@@ -53,9 +53,9 @@ def compress_keys(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> values, logits = torch.randn(2, 1, 10, 16)
-        >>> ascend_attn_ops.compress_keys(values, logits, torch.zeros(4, 16)).shape
-        torch.Size([1, 2, 16])
+        >>> values, logits = torch.arange(10.0).view(1, 10, 1), torch.zeros(1, 10, 1)
+        >>> ascend_attn_ops.compress_keys(values, logits, torch.zeros(4, 1)).flatten().tolist()
+        [1.5, 5.5]
 
     Source: the compressor of transformers' deepseek_v4.
     """

@@ -83,6 +83,13 @@ class LightningIndexer(nn.Module):
         TypeError: a size is not a whole number, rope_theta no number, or dtype not floating point.
         ValueError: a size is less than 1, rope_dim is odd or not in 0..head_dim, or rope_theta not
             positive.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> indexer = ascend_attn_ops.LightningIndexer(256, num_heads=8, dtype=torch.bfloat16)
+        >>> projections = indexer(torch.randn(1, 6, 256, dtype=torch.bfloat16))
+        >>> indexer.select(projections, sparse_count=4)[0, 0, 0].tolist()  # a token sees itself
+        [0, -1, -1, -1]
     """
 
     def __init__(

@@ -69,12 +69,12 @@ def quantize_attention_inputs(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> query, key, value = torch.randn(3, 1, 4, 100, 64, dtype=torch.bfloat16)
-        >>> inputs = ascend_attn_ops.quantize_attention_inputs(query, key, value)
+        >>> query, key = torch.randn(2, 1, 4, 100, 64, dtype=torch.bfloat16)
+        >>> inputs = ascend_attn_ops.quantize_attention_inputs(query, key, torch.ones_like(key))
         >>> out = ascend_attn_ops.prompt_flash_attention(
         ...     **inputs._asdict(), num_heads=4, layout="BNSD", sparse_mode=3, scale_value=64**-0.5)
-        >>> out.shape, out.dtype
-        (torch.Size([1, 4, 100, 64]), torch.float16)
+        >>> round(out[0, 0, 99, 0].item(), 2), out.dtype  # weights of sum 1
+        (1.0, torch.float16)
     """
     if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in _UNUSED_BITS:
         expected = "torch.float32 or torch.uint64"

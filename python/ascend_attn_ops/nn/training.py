@@ -112,6 +112,12 @@ def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
     eager mode and under torch.compile, with ``use_reentrant=False``. A dropout mask is drawn again:
     torch's own generators draw the same mask, a `generator` that you pass draws another one.
 
+    Args:
+        ctx, op, args, kwargs: from torch, which calls it.
+
+    Returns:
+        MUST_SAVE for what an operator of this library returns, PREFER_RECOMPUTE for the rest.
+
     Example:
         >>> import functools, torch, ascend_attn_ops
         >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -120,9 +126,11 @@ def save_attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
         >>> def attention(x):
         ...     return ascend_attn_ops.flash_attention_score(
         ...         x, x, x, num_heads=2, layout="BSND")[0].sin()
-        >>> x = torch.randn(1, 8, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+        >>> x = torch.zeros(1, 8, 2, 32, dtype=torch.bfloat16, requires_grad=True)
         >>> out = checkpoint(attention, x, use_reentrant=False, context_fn=context_fn)
         >>> out.sum().backward()
+        >>> x.grad[0, 0, 0, 0].item()
+        1.0
     """
     # An operator that writes to its arguments has nothing to keep.
     if op.namespace in _OPERATORS and not op._schema.is_mutable:

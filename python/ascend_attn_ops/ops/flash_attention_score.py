@@ -140,12 +140,13 @@ def flash_attention_score(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> query = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
-        >>> key, value = torch.randn(2, 1, 9, 2, 64, dtype=torch.bfloat16)
+        >>> query = torch.zeros(1, 3, 4, 64, dtype=torch.bfloat16)  # weighs all keys alike
+        >>> key = torch.randn(1, 3, 2, 64, dtype=torch.bfloat16)
+        >>> value = torch.arange(3).view(1, 3, 1, 1).expand_as(key).bfloat16()
         >>> out, softmax_max, softmax_sum = ascend_attn_ops.flash_attention_score(
         ...     query, key, value, num_heads=4, layout="BSND", sparse_mode=3)
-        >>> out.shape, softmax_max.shape
-        (torch.Size([1, 6, 4, 64]), torch.Size([1, 4, 6, 8]))
+        >>> out[0, :, 0, 0].tolist()  # the mean of the values so far
+        [0.0, 0.5, 1.0]
 
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.

@@ -72,10 +72,10 @@ def flash_attention_score_grad(
         >>> options = {"num_heads": 4, "layout": "BSND", "scale_value": 0.125}
         >>> query, key, value = torch.randn(3, 1, 6, 4, 64, dtype=torch.bfloat16)
         >>> out, *statistics = ascend_attn_ops.flash_attention_score(query, key, value, **options)
-        >>> d_query, *others = ascend_attn_ops.flash_attention_score_grad(
+        >>> d_query, d_key, d_value, *_ = ascend_attn_ops.flash_attention_score_grad(
         ...     query, key, value, torch.ones_like(out), *statistics, out, **options)
-        >>> d_query.shape
-        torch.Size([1, 6, 4, 64])
+        >>> round(d_value[0, :, 0, 0].sum().item())  # the weights of six queries
+        6
 
     Source: docs/specification/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.

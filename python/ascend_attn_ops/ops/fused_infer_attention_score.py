@@ -108,14 +108,14 @@ def fused_infer_attention_score(
     Example:
         >>> import torch, ascend_attn_ops
         >>> cache = torch.randn(8, 16, 2 * 64, dtype=torch.bfloat16)    # 8 pages of 16 keys, Nk 2
-        >>> query = torch.randn(3, 4, 64, dtype=torch.bfloat16)         # 3 tokens of 2 sequences
+        >>> query = torch.zeros(3, 4, 64, dtype=torch.bfloat16)         # 3 tokens of 2 sequences
         >>> table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)
         >>> out, lse = ascend_attn_ops.fused_infer_attention_score(
         ...     query, cache, cache, num_heads=4, num_key_value_heads=2, layout="TND",
         ...     block_table=table, actual_seq_lengths_query=[1, 3], actual_seq_lengths_key=[20, 9],
         ...     sparse_mode=3, return_softmax_lse=True)
-        >>> out.shape, lse.shape
-        (torch.Size([3, 4, 64]), torch.Size([3, 4, 1]))
+        >>> lse[:, 0, 0].exp().round().tolist()  # of scores of 0: how many keys each token sees
+        [20.0, 8.0, 9.0]
 
     Source: docs/specification/fused_infer_attention_score.md; CANN's documents of
     aclnnFusedInferAttentionScoreV4 and V5.

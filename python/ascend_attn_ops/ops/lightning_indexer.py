@@ -139,15 +139,15 @@ def lightning_indexer_grad(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> query = torch.randn(1, 64, 8, 128, dtype=torch.bfloat16)
-        >>> key = torch.randn(1, 64, 1, 128, dtype=torch.bfloat16)
+        >>> query = torch.ones(1, 64, 8, 128, dtype=torch.bfloat16)
+        >>> key = torch.ones(1, 64, 1, 128, dtype=torch.bfloat16)
         >>> weights = torch.rand(1, 64, 8, dtype=torch.bfloat16)
         >>> indices, values = ascend_attn_ops.lightning_indexer(
         ...     query, key, weights, return_values=True)
         >>> d_query, d_key, d_weights = ascend_attn_ops.lightning_indexer_grad(
         ...     query, key, torch.ones_like(values), indices, weights)
-        >>> d_weights.shape
-        torch.Size([1, 64, 8])
+        >>> d_weights[0, :3, 0].tolist()  # 128 for each key that a token sees
+        [128.0, 256.0, 384.0]
 
     Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """

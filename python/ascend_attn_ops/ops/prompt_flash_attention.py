@@ -96,12 +96,13 @@ def prompt_flash_attention(
     Example:
         >>> import torch, ascend_attn_ops
         >>> query = torch.randn(2, 4, 6, 64, dtype=torch.bfloat16)
-        >>> key, value = torch.randn(2, 2, 2, 9, 64, dtype=torch.bfloat16)
+        >>> key = torch.randn(2, 2, 9, 64, dtype=torch.bfloat16)
+        >>> value = torch.ones_like(key)
         >>> out = ascend_attn_ops.prompt_flash_attention(
         ...     query, key, value, num_heads=4, num_key_value_heads=2, layout="BNSD_BSND",
         ...     actual_seq_lengths_query=[6, 3], actual_seq_lengths_key=[9, 5], sparse_mode=3)
-        >>> out.shape, out[1, 3:].any().item()
-        (torch.Size([2, 6, 4, 64]), False)
+        >>> out[1, :, 0, 0].round().tolist()  # three tokens and padding
+        [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
     Source: docs/specification/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.

@@ -100,11 +100,11 @@ def scatter_pa_kv_cache_(
     Example:
         >>> import torch, ascend_attn_ops
         >>> key_cache = torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
-        >>> key = torch.randn(3, 2, 128, dtype=torch.bfloat16)
+        >>> key = torch.arange(1, 4).view(3, 1, 1).expand(3, 2, 128).bfloat16()
         >>> slots = torch.tensor([17, -1, 18])
         >>> ascend_attn_ops.scatter_pa_kv_cache_(key, key_cache, slots)
-        >>> torch.equal(key_cache[1, 1], key[0])
-        True
+        >>> key_cache[1, :4, 0, 0].tolist()
+        [0.0, 1.0, 3.0, 0.0]
 
     Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """

@@ -100,15 +100,15 @@ def sparse_flash_attention(
         >>> import torch, ascend_attn_ops
         >>> def bfloat16(*shape):
         ...     return torch.randn(*shape, dtype=torch.bfloat16)
-        >>> query, query_rope = bfloat16(1, 8, 32, 512), bfloat16(1, 8, 32, 64)
+        >>> query, query_rope = 0 * bfloat16(1, 8, 32, 512), 0 * bfloat16(1, 8, 32, 64)
         >>> latent, key_rope = bfloat16(1, 8, 1, 512), bfloat16(1, 8, 1, 64)
         >>> indices = torch.full((1, 8, 1, 2048), -1, dtype=torch.int32)
         >>> indices[..., :8] = torch.arange(8, dtype=torch.int32)
         >>> out, softmax_max, softmax_sum = ascend_attn_ops.sparse_flash_attention(
         ...     query, latent, latent, indices, scale_value=192**-0.5,
         ...     query_rope=query_rope, key_rope=key_rope)
-        >>> out.shape
-        torch.Size([1, 8, 32, 512])
+        >>> softmax_sum[0, 0, :, 0].tolist()  # of scores of 0: how many keys each token sees
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttention.

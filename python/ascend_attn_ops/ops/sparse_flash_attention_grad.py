@@ -69,17 +69,17 @@ def sparse_flash_attention_grad(
         >>> import torch, ascend_attn_ops
         >>> def bfloat16(*shape):
         ...     return torch.randn(*shape, dtype=torch.bfloat16)
-        >>> query, latent = bfloat16(1, 8, 64, 512), bfloat16(1, 8, 1, 512)
-        >>> ropes = {"query_rope": bfloat16(1, 8, 64, 64), "key_rope": bfloat16(1, 8, 1, 64)}
+        >>> query, latent = 0 * bfloat16(1, 8, 64, 512), bfloat16(1, 8, 1, 512)
+        >>> ropes = {"query_rope": 0 * bfloat16(1, 8, 64, 64), "key_rope": bfloat16(1, 8, 1, 64)}
         >>> indices = torch.full((1, 8, 1, 2048), -1, dtype=torch.int32)
         >>> indices[..., :8] = torch.arange(8, dtype=torch.int32)
         >>> out, *statistics = ascend_attn_ops.sparse_flash_attention(
         ...     query, latent, latent, indices, scale_value=192**-0.5, **ropes)
-        >>> d_query, *others = ascend_attn_ops.sparse_flash_attention_grad(
+        >>> d_query, d_key, d_value, *_ = ascend_attn_ops.sparse_flash_attention_grad(
         ...     query, latent, latent, indices, torch.ones_like(out), out, *statistics,
         ...     scale_value=192**-0.5, **ropes)
-        >>> d_query.shape
-        torch.Size([1, 8, 64, 512])
+        >>> d_value[0, 7, 0, 0].item()  # an eighth of each head of the last token
+        8.0
 
     Source: docs/specification/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.

@@ -106,7 +106,7 @@ def sparse_flash_mla(
         >>> import torch, ascend_attn_ops
         >>> def bfloat16(*shape):
         ...     return torch.randn(*shape, dtype=torch.bfloat16)
-        >>> query, ori_kv = bfloat16(1, 16, 64, 512), bfloat16(1, 16, 1, 512)
+        >>> query, ori_kv = 0 * bfloat16(1, 16, 64, 512), bfloat16(1, 16, 1, 512)
         >>> cmp_kv = bfloat16(1, 4, 1, 512)
         >>> indices = torch.full((1, 16, 1, 512), -1, dtype=torch.int32)
         >>> for token in range(16):
@@ -115,8 +115,8 @@ def sparse_flash_mla(
         >>> out, softmax_lse = ascend_attn_ops.sparse_flash_mla(
         ...     query, ori_kv, cmp_kv, indices, scale_value=512**-0.5, sink=torch.zeros(64),
         ...     cmp_ratio=4)
-        >>> out.shape
-        torch.Size([1, 16, 64, 512])
+        >>> round(softmax_lse[0, 0, 15, 0].exp().item())  # 16 tokens, 4 compressed keys, a sink
+        21
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMla.
     """

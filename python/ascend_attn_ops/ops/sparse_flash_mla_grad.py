@@ -67,15 +67,15 @@ def sparse_flash_mla_grad(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> query = torch.randn(1, 200, 64, 512, dtype=torch.bfloat16)
+        >>> query = torch.zeros(1, 200, 64, 512, dtype=torch.bfloat16)
         >>> ori_kv = torch.randn(1, 200, 1, 512, dtype=torch.bfloat16)
         >>> cmp_kv = torch.randn(1, 1, 1, 512, dtype=torch.bfloat16)
         >>> options = {"scale_value": 512**-0.5, "sink": torch.zeros(64), "cmp_ratio": 128}
         >>> out, softmax_lse = ascend_attn_ops.sparse_flash_mla(query, ori_kv, cmp_kv, **options)
-        >>> d_query, *others = ascend_attn_ops.sparse_flash_mla_grad(
+        >>> d_query, d_ori_kv, *_ = ascend_attn_ops.sparse_flash_mla_grad(
         ...     query, ori_kv, cmp_kv, None, torch.ones_like(out), out, softmax_lse, **options)
-        >>> d_query.shape
-        torch.Size([1, 200, 64, 512])
+        >>> round(d_ori_kv[0, 199, 0, 0].item(), 2)  # 64 heads, 128 + 1 keys and a sink
+        0.49
 
     Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
     """

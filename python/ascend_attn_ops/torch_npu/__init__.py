@@ -47,10 +47,10 @@ def enable(*, stand_in: bool = False) -> None:
         >>> import torch, ascend_attn_ops.torch_npu
         >>> ascend_attn_ops.torch_npu.enable(stand_in=True)
         >>> import torch_npu
-        >>> query, key, value = torch.randn(3, 1, 6, 4, 64, dtype=torch.bfloat16)
-        >>> out, *_ = torch_npu.npu_fusion_attention(query, key, value, 4, "BSND", scale=0.125)
-        >>> out.shape
-        torch.Size([1, 6, 4, 64])
+        >>> x = torch.arange(6).view(1, 6, 1, 1).expand(1, 6, 4, 64).bfloat16()
+        >>> out, *_ = torch_npu.npu_fusion_attention(0 * x, x, x, 4, "BSND", scale=0.125)
+        >>> out[0, 0, 0, 0].item()  # the mean of the values
+        2.5
     """
     global _enabled
     if _enabled is not None:

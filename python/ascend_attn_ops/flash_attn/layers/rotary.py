@@ -88,7 +88,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the queries and keys of one tensor by their positions.
+    """Rotates queries and keys by their positions, as :func:`apply_rotary_emb` does.
 
     Position p rotates pair i by ``p * base ** (-2 * i / dim)``.
 
