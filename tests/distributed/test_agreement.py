@@ -16,7 +16,7 @@ import pytest
 import torch
 from ascend_attn_ops import _C, distributed
 from ascend_attn_ops.distributed import SequenceShards, _agreement
-from ascend_attn_ops.distributed._gathered import GatheredKeys
+from ascend_attn_ops.distributed._layout import GatheredKeys
 from fuzz.wrong_ranks import FUNCTIONS, Drawing
 from sparse_layer import Sizes, inputs, of_ranks
 from support.freed import freed

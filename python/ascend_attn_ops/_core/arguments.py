@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops import _C
-from ascend_attn_ops._core.torch_private import FakeTensor, is_functorch_wrapped_tensor
+from ascend_attn_ops._core.torch_private import FakeTensor, is_fake, is_functorch_wrapped_tensor
 
 _OF_CANN = {f"ascend::{name}" for name in _C.direct_calls}
 _LONGEST = 100  # characters of a value in a message
@@ -78,6 +78,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -115,6 +119,13 @@ def check_number(function: str, argument: str, x: object, read: bool = True) -> 
         raise wrong(TypeError, function, argument, "a number", shown(x))
     if isinstance(x, Tensor):
         check_memory(function, argument, x)
+
+
+def check_factor(function: str, argument: str, x: object) -> None:
+    """Raises unless it is a number, or a tensor of one element, which is not read."""
+    if isinstance(x, Tensor) and x.numel() != 1:
+        raise wrong(ValueError, function, argument, "one element", f"shape {tuple(x.shape)}")
+    check_number(function, argument, x, read=False)
 
 
 def check_flag(function: str, argument: str, x: object) -> None:
@@ -176,6 +187,11 @@ def tensors_in(x: object) -> Iterator[Tensor]:
     elif isinstance(x, (list, tuple, dict)):
         for item in x.values() if isinstance(x, dict) else x:
             yield from tensors_in(item)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether its values can be read: neither it nor what is made now is fake."""
+    return not (x.is_meta or is_fake(x) or is_fake(torch.empty(0)))
 
 
 def readable(x: Tensor) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ascend_attn_ops import _C
+from ascend_attn_ops._core.arguments import has_values
 from ascend_attn_ops._core.operators import ALL_TOKENS, signature_of
 from ascend_attn_ops._core.packing import Lengths, lengths_between
-from ascend_attn_ops._core.torch_private import FakeTensor
 
 
 def register() -> None:
@@ -139,14 +139,10 @@ def _pairs(a: SimpleNamespace) -> int:
     return _joined_pairs(a) if hasattr(a, "ori_kv") else _selected_pairs(a)
 
 
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x, FakeTensor) or x.is_meta
-
-
 def _lengths(lengths: Lengths, batch: int | None, tokens: int) -> Sequence[int]:
     """The lengths of `batch` sequences, or of a pack for None. A fake tensor has none: they count
     as equal."""
-    if isinstance(lengths, Tensor) and _is_fake(lengths):
+    if isinstance(lengths, Tensor) and not has_values(lengths):
         count = lengths.shape[0]
         lengths = [tokens // max(count, 1)] * count if batch is None else [tokens] * count
     elif lengths is not None:
@@ -185,7 +181,7 @@ def _residuals(residual: Tensor | None, count: int) -> Sequence[int | None]:
     """The tokens of each sequence behind its last key; those of a fake tensor count as 0."""
     if residual is None:
         return [None] * count
-    return [0] * count if _is_fake(residual) else residual.tolist()
+    return residual.tolist() if has_values(residual) else [0] * count
 
 
 def _selected_pairs(a: SimpleNamespace) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._core import built_with, npu_graphs, value_checks
+from ascend_attn_ops._core.arguments import first_line
 from ascend_attn_ops._core.device_limits import apply_environment
 
 # A part of the error of a call whose aclnn function CANN's libraries lack.
@@ -83,17 +84,13 @@ def _load_npu() -> str | None:
         importlib.import_module("torch_npu")
     # A broken one raises anything, and the operators on the CPU do not need it.
     except (Exception, SystemExit) as error:
-        return reason or f"torch_npu cannot be loaded: {_first_line(error)}"
+        return reason or f"torch_npu cannot be loaded: {first_line(error)}"
     if reason:
         return reason
     try:
         importlib.import_module("ascend_attn_ops._npu")
     except Exception as error:
         # Post releases of one torch_npu may export different functions.
-        return built_with.difference("_npu") or f"_npu cannot be loaded: {_first_line(error)}"
+        return built_with.difference("_npu") or f"_npu cannot be loaded: {first_line(error)}"
     npu_graphs.register_handlers()
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

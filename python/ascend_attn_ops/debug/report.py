@@ -13,6 +13,7 @@ import torch
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._core import built_with, library
+from ascend_attn_ops._core.arguments import first_line
 from ascend_attn_ops._core.device_limits import Device, device_in_force, limits, table
 from ascend_attn_ops._core.torch_private import has_kernel
 
@@ -187,5 +188,5 @@ def _cpu_failure() -> str | None:
                 query, query, query, index, scale_value=1.0
             )
     except Exception as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None if out.item() == 1.0 else f"expected 1.0 from sparse_flash_attention, got {out}"

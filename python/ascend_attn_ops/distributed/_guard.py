@@ -13,8 +13,7 @@ from torch.compiler import is_compiling
 
 from ascend_attn_ops import _C
 from ascend_attn_ops._core.arguments import check_memory, readable, shown, tensors_in, wrong
-from ascend_attn_ops.distributed._gathered import GatheredKeys
-from ascend_attn_ops.distributed._layout import Ranges, Source
+from ascend_attn_ops.distributed._layout import GatheredKeys, Ranges, Source
 from ascend_attn_ops.distributed._operations import (
     ONE_TOKEN,
     SHARED,

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ascend_attn_ops._core.device_limits import LimitsOfCall, limits_in_force
-from ascend_attn_ops.distributed._gathered import GatheredKeys
 from ascend_attn_ops.distributed._guard import without_autocast
-from ascend_attn_ops.distributed._layout import Layout, Rows, sum_dtype
+from ascend_attn_ops.distributed._layout import GatheredKeys, Layout, Rows, sum_dtype
 from ascend_attn_ops.distributed._operations import ONE_TOKEN, SHARED, Operation, Tensors
 from ascend_attn_ops.distributed.shards import SequenceShards
 

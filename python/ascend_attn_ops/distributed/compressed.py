@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._core.arguments import check_count, check_flag, check_tensor, shown, wrong
+from ascend_attn_ops._core.arguments import (
+    check_count,
+    check_factor,
+    check_flag,
+    check_tensor,
+    shown,
+    wrong,
+)
 from ascend_attn_ops.distributed._agreement import collective
 from ascend_attn_ops.distributed._guard import batch_first, guard
 from ascend_attn_ops.distributed._layout import Gather, Rows
@@ -21,7 +28,6 @@ from ascend_attn_ops.distributed._operations import (
 from ascend_attn_ops.distributed._parts import run
 from ascend_attn_ops.distributed.shards import SequenceShards
 from ascend_attn_ops.nn.compression import compress_keys as compress_packed_keys
-from ascend_attn_ops.nn.indexer_training import check_loss_weight
 
 
 @collective
@@ -231,7 +237,7 @@ def sparse_flash_mla_with_indexer_loss(
         1
     """
     where = f"ascend::{AttentionWithLoss.name}"
-    check_loss_weight(where, indexer_loss_weight)
+    check_factor(where, "indexer_loss_weight", indexer_loss_weight)
     if on_loss is not None and not callable(on_loss):
         raise wrong(TypeError, where, "on_loss", "a function or None", shown(on_loss))
     options = _attention(

@@ -138,7 +138,7 @@ def _ulysses(operation: DenseAttention, shards: SequenceShards, given: Tensors) 
     """Tokens of all heads become heads of all tokens, and back."""
     ranks, heads = shards.world_size, operation.options["num_heads"]
     x: dict[str, Any] = {
-        name: y.chunk(ranks)[shards.rank] if name == "sink" else _TokensToHeads.apply(y, shards)
+        name: y.chunk(ranks)[shards.rank] if name == "sink" else _Swap.apply(y, shards, True)
         for name, y in given.items()
         if y is not None
     }
@@ -149,31 +149,21 @@ def _ulysses(operation: DenseAttention, shards: SequenceShards, given: Tensors) 
     # Packed, the statistics of a sequence are ordered by heads. All lanes are alike.
     lanes = (_to_tokens(shards, by_token(y.detach()[..., :1], ends)) for y in statistics)
     statistics = [y.expand(-1, -1, LANES).contiguous() for y in lanes]
-    return [_HeadsToTokens.apply(out, shards), *statistics]
+    return [_Swap.apply(out, shards, False), *statistics]
 
 
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: SequenceShards) -> Tensor:
-        ctx.shards = shards
-        return _to_heads(shards, x)
+class _Swap(torch.autograd.Function):
+    """Tokens of all heads become heads of all tokens, or the reverse, as the gradient does."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(ctx.shards, d), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: SequenceShards) -> Tensor:
-        ctx.shards = shards
-        return _to_tokens(shards, x)
+    def forward(ctx: Any, x: Tensor, shards: SequenceShards, to_heads: bool) -> Tensor:
+        ctx.shards, ctx.to_heads = shards, to_heads
+        return _to_heads(shards, x) if to_heads else _to_tokens(shards, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(ctx.shards, d), None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return (_to_tokens if ctx.to_heads else _to_heads)(ctx.shards, d), None, None
 
 
 def _to_heads(layout: Layout, x: Tensor) -> Tensor:

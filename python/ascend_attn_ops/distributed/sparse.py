@@ -12,9 +12,8 @@ from torch.autograd.function import once_differentiable
 from ascend_attn_ops._core.arguments import check_count, check_flag, check_tensor, wrong
 from ascend_attn_ops._core.operators import ALL_TOKENS_SPARSE
 from ascend_attn_ops.distributed._agreement import collective
-from ascend_attn_ops.distributed._gathered import GatheredKeys
 from ascend_attn_ops.distributed._guard import batch_first, guard, send_ahead, without_autocast
-from ascend_attn_ops.distributed._layout import Rows, sum_dtype
+from ascend_attn_ops.distributed._layout import GatheredKeys, Rows, sum_dtype
 from ascend_attn_ops.distributed._operations import (
     Indexer,
     IndexerLoss,

@@ -67,7 +67,7 @@ def attend_with_cache(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_softmax_lse: bool,
-    sink: Tensor | None,
+    sinks: conventions.Sinks,
     cu_seqlens_q: object = None,
 ) -> tuple[Tensor, Tensor | None]:
     """flash_attn_with_kvcache of both versions: out, and lse where it is asked for."""
@@ -77,7 +77,7 @@ def attend_with_cache(
     check_flag(name, "return_softmax_lse", return_softmax_lse)
     options = conventions.options_of(
         name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse,
-        sink,
+        sinks,
     )._replace(lengths=("cu_seqlens_q", "cache_seqlens"))  # fmt: skip
     for argument, given in (
         ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad),
@@ -93,7 +93,7 @@ def attend_with_cache(
     if k is not None and v is not None:
         check_new(name, batch, k, v)
         new = k.shape[1]
-    tensors = (q, k_cache, v_cache, k, v, sink)
+    tensors = (q, k_cache, v_cache, k, v, options.sink)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         conventions.refuse(
             name, "q, k_cache, v_cache, k, v, s_aux", "no gradient to be wanted",

@@ -24,6 +24,8 @@ from ascend_attn_ops._core.arguments import (
 from ascend_attn_ops._core.operators import ALL_TOKENS
 
 Results = TypeVar("Results")
+# The sink by either of its names: vLLM's FlashAttention-3 has s_aux, 4 has learnable_sink.
+Sinks = tuple[Tensor | None, Tensor | None]
 
 WITHOUT_KEYS = torch.inf  # flash-attn's log-sum-exp of a row that sees no key
 _SHAPES = {3: "(total, nheads, headdim)", 4: "(batch_size, seqlen, nheads, headdim)"}
@@ -105,7 +107,7 @@ def options_of(
     slopes: Tensor | None,
     dropout_p: float,
     return_lse: bool,
-    sink: Tensor | None = None,
+    sinks: Sinks = (None, None),
 ) -> Options:
     """Check what the operator knows by other names; the rest is the operator's to refuse."""
     if softmax_scale is not None and not isinstance(softmax_scale, float):
@@ -124,11 +126,11 @@ def options_of(
         expected = "a tensor or None"
         raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)
     mask = mask_of(function, causal, window_size)
+    sink = _sink_of(function, *sinks)
     return Options(function, mask, slopes, softmax_scale, dropout_p, return_lse, sink)
 
 
-def sink_of(function: str, s_aux: Tensor | None, learnable_sink: Tensor | None) -> Tensor | None:
-    """The sink by either of its names: vLLM's FlashAttention-3 has the first, 4 has the second."""
+def _sink_of(function: str, s_aux: Tensor | None, learnable_sink: Tensor | None) -> Tensor | None:
     for name, x in (("s_aux", s_aux), ("learnable_sink", learnable_sink)):
         if x is not None and not isinstance(x, Tensor):
             raise wrong(TypeError, function, name, "a tensor or None", type(x).__name__)

@@ -118,21 +118,14 @@ def flash_attn_varlen_func(
     Returns:
         out, or with return_attn_probs (out, softmax_lse).
     """
-    name = "flash_attn_varlen_func"
     conventions.refuse_given(
-        name, qv=qv, q_descale=q_descale, k_descale=k_descale,
+        "flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, attention_chunk=attention_chunk,
     )  # fmt: skip
-    conventions.check_tensors(name, 3, "q k v", q, k, v)
-    conventions.check_deterministic(name, q, deterministic)
-    options = conventions.options_of(
-        name, causal, window_size, softmax_scale, softcap, None, 0.0, return_attn_probs,
-        conventions.sink_of(name, s_aux, learnable_sink),
+    result, lse = flash_attn.varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, deterministic, out, causal,
+        window_size, softmax_scale, softcap, None, 0.0, return_attn_probs, (s_aux, learnable_sink),
     )  # fmt: skip
-    result, lse = calls.attend_sequences(
-        options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    )
-    result = conventions.written(name, result, out)
     return result if lse is None else (result, lse)
 
 
@@ -230,8 +223,7 @@ def flash_attn_with_kvcache(
     out, lse = attend_with_cache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, None,
-        return_softmax_lse, conventions.sink_of("flash_attn_with_kvcache", s_aux, learnable_sink),
-        cu_seqlens_q,
+        return_softmax_lse, (s_aux, learnable_sink), cu_seqlens_q,
     )  # fmt: skip
     return out if lse is None else (out, lse, q.new_empty(0), q.new_empty(0))
 

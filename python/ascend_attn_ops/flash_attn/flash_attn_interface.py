@@ -6,6 +6,7 @@ The names with an underscore are the passes that libraries of ring attention cal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -105,7 +106,7 @@ def flash_attn_func(
     conventions.check_deterministic(name, q, deterministic)
     options = conventions.options_of(
         name, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
-        return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
+        return_attn_probs, (s_aux, learnable_sink),
     )  # fmt: skip
     out, lse = calls.attend(options, q, k, v)
     return out if lse is None else (out, lse, q.new_empty(0))
@@ -180,19 +181,29 @@ def flash_attn_varlen_func(
         >>> out[:, 0, 0].tolist()  # the mean of the values of a sequence so far
         [0.0, 0.5, 1.0, 3.0, 3.5, 5.0, 5.5, 6.0, 6.5]
     """
+    result, lse = varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, block_table, deterministic, out, causal,
+        window_size, softmax_scale, softcap, alibi_slopes, dropout_p, return_attn_probs,
+        (s_aux, learnable_sink),
+    )  # fmt: skip
+    return result if lse is None else (result, lse, q.new_empty(0))
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: object, cu_seqlens_k: object,
+    seqused_q: Tensor | None, seqused_k: Tensor | None, block_table: Tensor | None,
+    deterministic: bool, out: Tensor | None, *arguments: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """flash_attn_varlen_func of both versions: out, and lse where it is asked for."""
     name = "flash_attn_varlen_func"
     conventions.check_tensors(name, 3, "q", q)
     conventions.check_tensors(name, 3 if block_table is None else 4, "k v", k, v)
     conventions.check_deterministic(name, q, deterministic)
-    options = conventions.options_of(
-        name, causal, window_size, softmax_scale, softcap, alibi_slopes, dropout_p,
-        return_attn_probs, conventions.sink_of(name, s_aux, learnable_sink),
-    )  # fmt: skip
+    options = conventions.options_of(name, *arguments)
     result, lse = calls.attend_sequences(
-        options, q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, block_table
+        options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table
     )
-    result = conventions.written(name, result, out)
-    return result if lse is None else (result, lse, q.new_empty(0))
+    return conventions.written(name, result, out), lse
 
 
 def flash_attn_qkvpacked_func(
@@ -397,10 +408,9 @@ def flash_attn_with_kvcache(
         >>> softmax_lse[:, 0, 0].exp().round().tolist()  # how many keys a sequence has now
         [8.0, 91.0]
     """
-    sink = conventions.sink_of("flash_attn_with_kvcache", s_aux, learnable_sink)
     out, lse = attend_with_cache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        return_softmax_lse, sink,
+        return_softmax_lse, (s_aux, learnable_sink),
     )  # fmt: skip
     return out if lse is None else (out, lse)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._core.arguments import check_number, wrong
+from ascend_attn_ops._core.arguments import check_factor
 from ascend_attn_ops._core.device_limits import LimitsOfCall, limits_in_force
 from ascend_attn_ops._core.packing import Lengths
 from ascend_attn_ops.ops._indexer_loss import divergences
@@ -185,14 +185,6 @@ def sparse_flash_mla_with_indexer_loss(
     )  # fmt: skip
 
 
-def check_loss_weight(where: str, weight: float | Tensor) -> None:
-    """Raises unless it is a number, or a tensor of one element, which is not read."""
-    if isinstance(weight, Tensor) and weight.numel() != 1:
-        got = f"shape {tuple(weight.shape)}"
-        raise wrong(ValueError, where, "indexer_loss_weight", "one element", got)
-    check_number(where, "indexer_loss_weight", weight, read=False)
-
-
 def attention_with_indexer_loss(
     *tensors: Tensor,
     indexer_loss_weight: float | Tensor,
@@ -208,7 +200,7 @@ def attention_with_indexer_loss(
     `token_weight` has a factor of each row's loss, not under torch.compile.
     """
     weight = indexer_loss_weight
-    check_loss_weight(_NAME, weight)
+    check_factor(_NAME, "indexer_loss_weight", weight)
     query, ori_kv, cmp_kv, indices, query_index, key_index, weights = tensors
     names = {
         "actual_seq_lengths_query": "actual_seq_lengths_query",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ascend_attn_ops._core.arguments import (
-    check_number,
+    check_factor,
     check_tensor,
     dtype_name,
     warn_once,
@@ -88,10 +88,7 @@ def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Te
         if not (x.is_floating_point() or x.is_complex()):
             got = dtype_name(x.dtype)
             raise wrong(TypeError, _ATTACH_LOSS, name, "a floating point dtype", got)
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        got = f"shape {tuple(scale.shape)}"
-        raise wrong(ValueError, _ATTACH_LOSS, "scale", "one element", got)
-    check_number(_ATTACH_LOSS, "scale", scale, read=False)
+    check_factor(_ATTACH_LOSS, "scale", scale)
     records = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if records and not (loss.requires_grad or is_functorch_wrapped_tensor(loss)):
         text = "requires no gradient and trains nothing; is it detached, or made under no_grad?"

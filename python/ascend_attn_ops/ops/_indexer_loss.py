@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops._core.arguments import (
+    check_factor,
     check_flag,
-    check_number,
     dtype_name,
     shown,
     whole,
@@ -181,10 +181,7 @@ def check_divisor(reduction: str, normalizer: Tensor | float | None) -> None:
     if reduction == "mean":
         expected = "None beside reduction='mean', which has its own"
         raise wrong(ValueError, _NAME, "normalizer", expected, shown(normalizer))
-    if isinstance(normalizer, Tensor) and normalizer.numel() != 1:
-        got = f"shape {tuple(normalizer.shape)}"
-        raise wrong(ValueError, _NAME, "normalizer", "one element", got)
-    check_number(_NAME, "normalizer", normalizer, read=False)
+    check_factor(_NAME, "normalizer", normalizer)
 
 
 def normalized(loss: Tensor, normalizer: Tensor | float | None) -> Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ascend_attn_ops._core.arguments import first_line
 from ascend_attn_ops._core.patches import Patch
 from ascend_attn_ops.torch_npu import stand_in as stand_ins
 from ascend_attn_ops.torch_npu.schemas import RELEASE, RELEASE_OF_CANN, SCHEMAS
@@ -109,11 +110,10 @@ def _torch_npu(stand_in: bool, patch: Patch) -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         if stand_in:
             return stand_ins.install("torch_npu", RELEASE, patch)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         release = ".".join(torch.__version__.split(".")[:2])
         raise ImportError(
-            f"ascend_attn_ops.torch_npu: torch_npu cannot be imported ({reason}): install "
-            f"CANN and the torch_npu of torch {release} (pip install --no-deps "
+            f"ascend_attn_ops.torch_npu: torch_npu cannot be imported ({first_line(error)}): "
+            f"install CANN and the torch_npu of torch {release} (pip install --no-deps "
             f"'torch_npu=={release}.*'), or call enable(stand_in=True), which defines its "
             "attention operators without it"
         ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ascend_attn_ops.torch_npu.translation import has_values
+from ascend_attn_ops._core.arguments import has_values
 
 # Elements at a time: as many as stay in the processor's cache.
 _CHUNK = 1 << 16

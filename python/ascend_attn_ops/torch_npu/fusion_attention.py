@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._core.arguments import wrong
+from ascend_attn_ops._core.arguments import has_values, wrong
 from ascend_attn_ops._core.packing import Lengths, lengths_of, lengths_tensor
 from ascend_attn_ops._core.statistics import by_sequence, by_token
 from ascend_attn_ops.ops._dense_attention import number_of_scores
 from ascend_attn_ops.torch_npu.dropout import drop_mask as mask_of
-from ascend_attn_ops.torch_npu.translation import has_values, unsupported
+from ascend_attn_ops.torch_npu.translation import unsupported
 
 _LAST_SEED = 2**62
 Options = dict[str, Any]

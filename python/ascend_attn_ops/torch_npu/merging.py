@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ascend_attn_ops._core.arguments import shown, wrong
+from ascend_attn_ops._core.arguments import has_values, shown, wrong
 from ascend_attn_ops._core.statistics import by_token, merge
-from ascend_attn_ops.torch_npu.translation import has_values, unsupported
+from ascend_attn_ops.torch_npu.translation import unsupported
 
 
 def attention_update(

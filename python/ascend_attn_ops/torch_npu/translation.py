@@ -16,7 +16,6 @@ from ascend_attn_ops._core.operators import signature_of
 from ascend_attn_ops._core.torch_private import (
     below_autograd,
     has_kernel,
-    is_fake,
     without_autocast,
 )
 
@@ -130,11 +129,6 @@ class Translation:
 def unsupported(name: str, argument: str, expected: str, got: object) -> NotImplementedError:
     """For what the operator takes and this library does not compute."""
     return wrong(NotImplementedError, name, argument, expected, shown(got))
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor can be read: neither it nor what is made now is fake."""
-    return not (tensor.is_meta or is_fake(tensor) or is_fake(torch.empty(0)))
 
 
 def register(
