@@ -81,7 +81,7 @@ class limits(ContextDecorator):
 def set_limits(product: str | None, cann: Cann | None = None) -> None:
     """Check calls outside of :class:`limits` blocks against the limits of another device.
 
-    They are the arguments and errors of :class:`limits`, for all threads. The environment variable
+    Arguments and errors are those of :class:`limits`; all threads follow. The environment variable
     ``ASCEND_ATTN_OPS_LIMITS`` sets this default when the package is imported.
 
     Example:

@@ -18,19 +18,14 @@ def check_values() -> Iterator[None]:
     """Check the values in tensors before each call, to find out what makes NaN on an NPU.
 
     The CPU checks in every call that indices, slots, blocks and sequence lengths are in range. An
-    NPU does not: a wrong one gives NaN, wrong numbers, or accesses out of bounds that surface in
-    another operator. In this block the host reads these values before each launch and raises the
-    CPU's errors. On both, the block also rejects what the CPU could do and the device cannot: a -1
-    in a slot of ``sparse_indices`` that a gradient reads, an index behind a -1, and a slot that
-    ``scatter_pa_kv_cache_`` writes twice. So CI on the CPU finds what training on the NPU would.
+    NPU does not; in this block the host reads these values before each launch and raises the CPU's
+    errors. On both, the block also rejects what only the CPU could do: a -1 in a slot of
+    ``sparse_indices`` that a gradient reads, an index behind a -1, and a slot that
+    ``scatter_pa_kv_cache_`` writes twice.
 
-    Each checked call waits for the device, so use the block to find an error, not to train. The
-    environment variable ``ASCEND_ATTN_OPS_CHECK=1`` checks every call of a process.
-
-    The block applies to all threads of the process, which includes those that run ``backward()``;
-    call ``backward()`` inside it to check gradients. Calls compiled by ``torch.compile`` are
-    checked when they run. Calls in a graph (``torch.npu.NPUGraph``) are not, since neither its
-    capture nor an update can wait; a warning says so.
+    Each checked call waits for the device. The environment variable ``ASCEND_ATTN_OPS_CHECK=1``
+    checks every call of a process. The block applies to all threads; call ``backward()`` inside it
+    to check gradients. Calls in a graph (``torch.npu.NPUGraph``) cannot wait and are not checked.
 
     Returns:
         A context manager.

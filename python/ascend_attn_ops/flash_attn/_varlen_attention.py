@@ -44,9 +44,7 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
     """Let torch.nn.attention activate the operators as its flash attention, by the name `impl`.
 
     While they are active, :func:`torch.nn.attention.varlen.varlen_attn` runs on the CPU and on an
-    NPU: forward and backward, with windows, grouped heads, return_aux, seqused_k and block_table,
-    and under torch.compile. Where a query sees no key its lse is +inf, as flash-attn's. The lengths
-    are read as in :func:`ascend_attn_ops.flash_attn.flash_attn_varlen_func`.
+    NPU. It reads lengths as :func:`ascend_attn_ops.flash_attn.flash_attn_varlen_func` does.
 
     Args:
         impl: the name.

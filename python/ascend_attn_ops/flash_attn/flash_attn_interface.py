@@ -72,12 +72,10 @@ def flash_attn_func(
         softcap: only 0: the operators have no cap of the scores.
         alibi_slopes: float32 (nheads,) or (batch_size, nheads). Adds -slope * abs(i + d - j) to the
             scaled score of query i and key j.
-        deterministic: a deterministic backward. The CPU's always is; an NPU's listens to
-            torch.use_deterministic_algorithms alone, without which True is an error there.
-        return_attn_probs: return the log-sum-exp, too. An error with dropout_p, as the operators
-            keep no probabilities.
-        s_aux: an attention sink of each query head, (nheads,), of any floating dtype; with a
-            gradient. flash-attn 2 has none; this is its name in vLLM's FlashAttention-3.
+        deterministic: a deterministic backward, which an NPU has only under
+            torch.use_deterministic_algorithms.
+        return_attn_probs: return the log-sum-exp, too; not with dropout_p.
+        s_aux: an attention sink of each query head, (nheads,), of any floating dtype.
         learnable_sink: s_aux by its name in FlashAttention-4.
 
     Returns:
@@ -139,9 +137,7 @@ def flash_attn_varlen_func(
     A query sees the keys that it sees in :func:`flash_attn_func`, counted inside its sequence.
     Sequences may be empty. Tokens behind the last one belong to none: their rows are 0.
 
-    CANN takes the lengths on the host: a tensor on an NPU is copied there in every call, which
-    waits for the device. A tensor on the CPU and a list do not wait. torch.compile(fullgraph=True)
-    takes all of them, except that slopes beside tensors break a graph.
+    CANN takes the lengths on the host: only a tensor on an NPU makes every call wait.
 
     Args:
         q: (total_q, nheads, headdim), the sequences one after another; float16, bfloat16 or
@@ -163,10 +159,8 @@ def flash_attn_varlen_func(
         out: where the result is written, of its shape and dtype; as in vLLM.
 
     Returns:
-        out, (total_q, nheads, headdim of v). With return_attn_probs (out, softmax_lse, S_dmask):
-        softmax_lse is float32 (nheads, total_q), **+inf** in rows that see no key, and has a
-        gradient; S_dmask is empty. A sink is a part of it as in :func:`flash_attn_func`; rows
-        behind the last sequence have +inf.
+        As :func:`flash_attn_func`: out is (total_q, nheads, headdim of v), and softmax_lse
+        (nheads, total_q), with +inf in rows behind the last sequence.
 
     Raises:
         As :func:`flash_attn_func`; the operator is called with layout "TND".
@@ -354,13 +348,8 @@ def flash_attn_with_kvcache(
     :func:`flash_attn_func`, where seqlen_k is the number of keys that the cache holds of the
     sequence, the new ones included.
 
-    The cache is read where it lies, by :func:`ascend_attn_ops.fused_infer_attention_score`, if
-    headdim and that of v_cache are both 64 or both 128, the dtype is float16 or bfloat16, blocks
-    have a multiple of 16 slots up to 1024, there are no slopes, and CANN is 9.0 or later. Other
-    blocks are copied to contiguous memory in every call.
-
-    The lengths are needed on the host: as in :func:`flash_attn_varlen_func`, a cache_seqlens on the
-    CPU, or one int for all sequences, does not wait for the device.
+    Coming from flash-attn says which blocks are read where they lie, and which are copied. A
+    cache_seqlens on the CPU, or one int for all sequences, does not wait for the device.
 
     Args:
         q: (batch_size, seqlen_q, nheads, headdim).
@@ -368,8 +357,7 @@ def flash_attn_with_kvcache(
             block_size, nheads_k, headdim).
         v_cache: as k_cache. Its headdim may be smaller, which flash-attn does not take.
         k, v: (batch_size, seqlen_new, nheads_k, headdim), written behind the first cache_seqlens
-            rows by :func:`ascend_attn_ops.scatter_pa_kv_cache_`, which wants a contiguous cache;
-            None writes nothing.
+            rows of a contiguous cache; None writes nothing.
         rotary_cos, rotary_sin: only None: rotate q and k before the call.
         cache_seqlens: how many rows of each sequence the cache holds before the call, one int or
             int32 (batch_size,). None, without k: all.
@@ -381,9 +369,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in
             :func:`flash_attn_varlen_func`.
         rotary_interleaved, num_splits: of no effect.
-        return_softmax_lse: return the log-sum-exp, too, by which
-            :func:`ascend_attn_ops.attention_update` merges the result with others. Only one
-            of the parts may include a sink.
+        return_softmax_lse: return the log-sum-exp, by which
+            :func:`ascend_attn_ops.attention_update` merges results.
         s_aux, learnable_sink: as in :func:`flash_attn_func`, without a gradient.
 
     Returns:

@@ -50,21 +50,16 @@ class _AttachLoss(torch.autograd.Function):
 def attach_loss(output: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Train on `loss` in the backward of `output`, without adding it to the trainer's own loss.
 
-    Returns `output` unchanged. When its gradient arrives in the backward, `scale` times the
-    gradient of `loss` flows into the tensors that `loss` depends on, as if the trainer had
-    minimised its own loss plus ``scale * loss``. This lets a layer train its indexer in any
-    trainer. Nothing waits for the device.
-
-    Works under torch.compile, with activation checkpointing, gradient accumulation, and an `output`
-    that requires no gradient. The loss has no effect if no gradient reaches the returned tensor, or
-    if `loss` requires none; the first loss that requires none warns in grad mode.
+    When the gradient of `output` arrives in the backward, `scale` times the gradient of `loss`
+    flows into the tensors that `loss` depends on, as if the trainer had minimised its own loss plus
+    ``scale * loss``. This lets a layer train its indexer in any trainer. Nothing waits for the
+    device. Without a gradient of the returned tensor or of `loss`, the loss has no effect.
 
     Args:
         output: any tensor on the way to the trainer's loss: the layer's output.
         loss: usually a scalar; of other shapes the sum of the elements is the loss.
         scale: factor of the loss's gradient. A tensor with one element is read in the backward, on
-            its device. A trainer that scales its loss, as torch.amp.GradScaler and accumulation of
-            gradients do, does not scale an attached one: that is what `scale` is for.
+            its device. GradScaler and accumulation of gradients do not scale an attached loss.
 
     Returns:
         A view of `output`. Not to be modified in place, which autograd refuses.

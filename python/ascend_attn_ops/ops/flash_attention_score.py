@@ -74,33 +74,26 @@ def flash_attention_score(
         layout: "BSH", "SBH", "BSND", "BNSD" or "TND", the axes of query.
         num_heads: N, the number of query heads. BSH and SBH need it.
         pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv),
-            whose axes B, N and Sq may be 1; with Sq == Skv > 1024 and a causal mask also
-            (B | 1, N, 1024, Skv), the last 1024 rows of a bias that depends on the distance alone;
-            in TND flat, (N, Sq, Skv) or (N, Skv) of one sequence after another, or the 1024 rows
-            if all sequences have one length. pse_type 2 and 3: positive float32 slopes, (N) or
-            (B, N).
+            whose axes B, N and Sq may be 1, or its last 1024 rows; in TND flat, (N, Sq, Skv) or
+            (N, Skv) of one sequence after another. pse_type 2 and 3: positive float32 slopes, (N)
+            or (B, N).
         drop_mask: uint8, one bit per element of (B, N, Sq, Skv), lowest bit first, 1 keeps. Needs
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
             (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND with the longest Sq and Skv,
-            or (sum Sq, sum Skv). Axes of 1 in a mask of four axes are expanded, so key padding may
-            be (B, 1, 1, Skv). This copies nothing on the CPU, but the NPU makes the mask contiguous
-            in every call, which takes B * Sq * Skv bytes, times N with a mask per head. Mode 5:
-            (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes need none, and take a compressed
-            mask, (2048, 2048) or in mode 6 (3072, 2048).
+            or (sum Sq, sum Skv). Axes of 1 in a mask of four axes are expanded, which the NPU does
+            in memory in every call. Mode 5: (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes
+            need none, and take a compressed mask, (2048, 2048) or in mode 6 (3072, 2048).
         attn_mask: as in scaled_dot_product_attention, True keeps a key. Pass it instead of
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its queries
             keep; a list or a tensor.
         actual_seq_lengths_query: a tensor of int32 or int64, or a list. The host reads it: a tensor
-            on the CPU costs nothing, for one on the NPU the call waits.
-            TND: the cumulative lengths of the sequences, without a leading 0
-            (lengths 3, 2, 4 are given as 3, 5, 9). If both query and key have padding rows, a 0
-            may close both lists (3, 5, 9, 0), which Atlas A2 and A3 require from CANN 9.0 on; else
-            it is added. Other layouts: how many of its first tokens each batch uses; None for all.
-            sparse_mode 2, 3, 4 and 6 relate to these lengths. Results and gradients of the padding
-            are zero. The CPU skips it. Atlas A2 and A3 mostly compute BSND and BSH where they are;
-            other calls copy the tokens once on the NPU.
+            on the CPU costs nothing, for one on the NPU the call waits. TND: the cumulative lengths
+            of the sequences, without a leading 0 (lengths 3, 2, 4 are given as 3, 5, 9); if both
+            query and key have padding rows, a 0 may close both lists. Other layouts: how many of
+            its first tokens each batch uses; None for all. sparse_mode 2, 3, 4 and 6 relate to
+            these lengths. Results and gradients of the padding are zero.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.

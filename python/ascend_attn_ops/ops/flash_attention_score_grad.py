@@ -42,15 +42,7 @@ def flash_attention_score_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`flash_attention_score`, which autograd calls by itself.
 
-    With P the attention weights of a row, recomputed from the statistics::
-
-        dV = (P * keep / keep_prob)^T @ dy
-        dS = P * (dy @ value^T * keep / keep_prob - rowsum(dy * attention_in)
-                  + softmax_sum * d_softmax_sum)
-        dQ = scale_value * dS @ key;   dK = scale_value * dS^T @ query
-
-    Where query is bfloat16, P and dS are rounded to it before the products. Sums are float32
-    (float64 for float64 inputs). The keywords are the forward's, with the values that it had.
+    The keywords are the forward's, with the values that it had. The specification has the formulas.
 
     Args:
         query, key, value: as in the forward.

@@ -61,9 +61,8 @@ def fused_infer_attention_score(
         value: as key; its head size Dv may differ.
         num_heads: N, the number of query heads. BSH needs it.
         num_key_value_heads: Nk, a divisor of N; 0 for N.
-        layout: that of query, contiguous key and out: "BSH", "BSND", "BNSD" or "TND". Pairs name
-            another layout of out: "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "NTD_TND", "BSH_NBSD",
-            "BSND_NBSD", "BNSD_NBSD" and "TND_NTD".
+        layout: that of query, contiguous key and out: "BSH", "BSND", "BNSD" or "TND". Pairs such as
+            "BNSD_BSND" and "TND_NTD" name another layout of out.
         atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (B, Sq,
             Skv), (1, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv), (Sq, Skv), or where Sq is 1 (B,
             Skv); further rows and columns are ignored. With pages, Skv is what block_table has room

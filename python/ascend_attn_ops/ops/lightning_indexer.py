@@ -116,13 +116,7 @@ def lightning_indexer_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`lightning_indexer` through its values; autograd calls this by itself.
 
-    With S = query @ key[pos]^T over the keys `pos` that a row selects::
-
-        d_weights = rowsum(relu(S) * d_values)
-        dS = d_values * weights * (S > 0)
-        d_query = dS @ key[pos];   d_key[pos] += dS^T @ query
-
-    The other keywords are the forward's, with the same values.
+    The other keywords are the forward's, with the same values. The specification has the formulas.
 
     Args:
         query, key, weights: as in the forward; the NPU wants weights in query's dtype.

@@ -40,18 +40,10 @@ def prompt_flash_attention(
         S   = query @ key^T * scale_value
         P   = exp(S - max(S[kept]));  out = P[kept] @ value[kept] / sum(P[kept])
 
-    With int8 query, key and value, S is float16 and the sum is over P before it is rounded::
-
-        S   = half(saturate(int32(query @ key^T) * deq_scale1)) * half(scale_value)
-        out = int32(int8(P * quant_scale1) @ value) * deq_scale2 / sum(P)
-
-    For int8 inputs deq_scale2 includes 1 / quant_scale1. With quant_scale2 the output is int8::
-
-        int8(half(out) * quant_scale2 + quant_offset2)
-
-    A conversion to int8 rounds half to even and saturates. Rows after the valid length of their
-    batch and rows that keep no key are zero, in int8 as well. For gradients, use
-    :func:`flash_attention_score`.
+    With int8 query, key and value, S is multiplied by deq_scale1, P by quant_scale1 and rounded to
+    int8, and out is multiplied by deq_scale2, which includes 1 / quant_scale1. With quant_scale2
+    the output is int8. Rows after the valid length of their batch and rows that keep no key are
+    zero, in int8 as well. For gradients, use :func:`flash_attention_score`.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (B, Sq, N, D) in BSND, (B, N, Sq, D) in BNSD and

@@ -60,13 +60,8 @@ def scatter_pa_kv_cache_(
     Ascend 950 with CANN 8.5 and 9.0, and under such limits, cache_mode and scatter_mode have no
     effect; from CANN 9.1 on, "Alibi", "Rope" and "Omni" need a key of rank 4 there.
 
-    Under torch.compile(dynamic=True), the inductor of torch 2.13 confuses two mutated views of one
-    buffer, for any operator. If key_cache and value_cache share a buffer, compile with
-    dynamic=False. That of torch 2.12 and earlier is wrong about the storage offset of a mutated
-    view: pass caches that begin where their storage begins.
-
-    For inference only: no gradient flows through a cache. While grad mode is on, an argument that
-    requires grad is an error; call the function under torch.no_grad(), or detach the argument.
+    For inference only: while grad mode is on, an argument that requires grad is an error. The page
+    about installation lists errors of torch's inductor with caches that share a buffer.
 
     Args:
         key: (T, N, Dk), sequences packed, or (B, S, N, Dk); any strides. On A2 and A3 rows with

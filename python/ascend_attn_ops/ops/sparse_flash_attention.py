@@ -63,9 +63,8 @@ def sparse_flash_attention(
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
             first min(K, visible blocks) slots are read. The first -1 ends a row; an index that
             occurs twice counts twice.
-        scale_value: factor of the scores: 1 / sqrt(head size before absorption), which for
-            DeepSeek-V3.2 is (128 + 64)**-0.5, times the square of YaRN's mscale (1.874 for factor
-            40) if the checkpoint uses it.
+        scale_value: factor of the scores: 1 / sqrt(head size before absorption), times the square
+            of YaRN's mscale if the checkpoint uses it.
         actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither
             (NoPE): the NPU then reads zeros, from a buffer that all calls share.

@@ -38,15 +38,8 @@ def sparse_flash_attention_grad(
     **On an NPU every row has to select min(K, visible) keys or blocks**:
     :func:`sparse_flash_attention` shows how to choose them.
 
-    With P the attention weights of a row, recomputed from the statistics::
-
-        dS = P * (d_out @ value[pos]^T - rowsum(d_out * out) + softmax_sum * d_softmax_sum)
-        d_value[pos] += P^T @ d_out
-        d_query = scale_value * dS @ key[pos];   d_key[pos] += scale_value * dS^T @ query
-
-    The gradients of the ropes follow the same formulas. P and dS are rounded to query's dtype
-    before the products, which accumulate in float32 (float64 for float64 inputs). The keywords are
-    the forward's, with the same values; pre_tokens and next_tokens stay at their defaults.
+    The keywords are the forward's, with the same values; pre_tokens and next_tokens stay at their
+    defaults. The specification has the formulas.
 
     Args:
         query, key, value, sparse_indices: as in the forward. On the NPU, the slots that are read

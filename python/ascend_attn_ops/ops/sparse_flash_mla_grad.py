@@ -36,17 +36,10 @@ def sparse_flash_mla_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`sparse_flash_mla`, which autograd calls by itself.
 
-    It also returns the probabilities of the selected keys, which are the target that an indexer
-    learns from. With P the probabilities of a row, recomputed from softmax_lse::
-
-        dS = P * (d_out @ kv^T - rowsum(d_out * out) + d_softmax_lse)
-        d_query = scale_value * dS @ kv;   d_kv += scale_value * dS^T @ query + P^T @ d_out
-        d_sink += exp(sink - lse) * (d_softmax_lse - rowsum(P * (d_out @ kv^T)))
-        cmp_softmax_l1_norm = mean of P over the heads, of every selected key
-
-    P and dS are rounded to query's dtype before the products, which accumulate in float32 (float64
-    for float64 inputs). The keywords are the forward's, with the same values. **On an NPU, the last
-    cumulative length in layout TND must be T1.**
+    It also returns the probabilities of the selected keys, the mean over the heads, which are the
+    target that an indexer learns from. The keywords are the forward's, with the same values. **On
+    an NPU, the last cumulative length in layout TND must be T1.** The specification has the
+    formulas.
 
     Args:
         query, ori_kv, cmp_kv, cmp_sparse_indices: as in the forward.

@@ -28,13 +28,10 @@ _enabled: Patch | None = None
 def enable(*, stand_in: bool = False) -> None:
     """Make ``torch_npu.npu_*`` and ``torch.ops.npu.*`` take tensors that are not on an NPU.
 
-    The operators that this library computes get kernels for the CPU, for the device "meta" and so
-    for fake tensors, with gradients where torch_npu has them. Their kernels for the NPU stay as
-    they are. An argument that is not computed here is an error that names it. The same holds for
-    DeepSeek's operators in ``cann_ops_transformer.ops`` and in vLLM-Ascend's
-    ``torch.ops._C_ascend``.
-
-    Calling it again has no effect; :func:`disable` undoes it.
+    The operators that this library computes get kernels for the CPU and for fake tensors, with
+    gradients where torch_npu has them, and so do DeepSeek's operators in
+    ``cann_ops_transformer.ops`` and in vLLM-Ascend's ``torch.ops._C_ascend``. An argument that is
+    not computed here is an error that names it. :func:`disable` undoes it.
 
     Args:
         stand_in: where torch_npu cannot be imported, define the schemas of these operators, and a

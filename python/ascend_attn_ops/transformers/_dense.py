@@ -59,29 +59,20 @@ def register() -> None:
 
     Attention then is :func:`ascend_attn_ops.flash_attention_score`, forward and backward, with
     grouped heads, sliding windows, dropout and attention sinks. Causal masks, windows, padding and
-    packed sequences (position_ids that start over) reach it as modes and lengths, and no mask of
-    all pairs is built. That happens for other patterns only (images that attend both ways, padding
-    of encoders), and under torch.compile where there may be padding. Masks of all pairs, bool or
-    added to the scores, are taken as scaled_dot_product_attention does; where an added one leaves a
-    row no key, the row is 0. Static and dynamic caches work. The output of a padding token differs
-    from that in transformers: generate() needs left padding.
+    packed sequences (position_ids that start over) reach it as modes and lengths. A mask of all
+    pairs is built for other patterns only, and under torch.compile where there may be padding. The
+    output of a padding token differs from that in transformers: generate() needs left padding.
 
-    Packed sequences are kept apart with a cache and without one. A collator may say their lengths
-    (cu_seq_lens_q and cu_seq_lens_k). Compiled models need that with a cache, and those of gpt_oss
-    always: the values of positions are read in eager mode, once per forward.
+    Compiled models with a cache, and those of gpt_oss always, need a collator that says the lengths
+    of packed sequences (cu_seq_lens_q).
 
-    ``attn_implementation="ascend_flash"`` is the same attention under a name that
-    ``model.generate_batch`` accepts: transformers' continuous batching refuses names without
-    "flash". Each of its steps then is one call of
-    :func:`ascend_attn_ops.fused_infer_attention_score` per layer, in layout TND. Layers with full
-    attention read the pages of the cache where they are, if ``page_size`` is a multiple of 16.
-    transformers copies the keys of a sliding window. The steps run in a thread of their own, where
-    :func:`ascend_attn_ops.set_limits` applies and blocks of :func:`ascend_attn_ops.limits` do not.
+    ``attn_implementation="ascend_flash"`` is the same attention by a name that
+    ``model.generate_batch`` accepts: each step is one call of
+    :func:`ascend_attn_ops.fused_infer_attention_score` per layer.
 
     Features that the operator lacks raise NotImplementedError in the forward: soft caps, sinks that
     differ between tokens, position biases, output_attentions, models that compute their attention
-    themselves, and models with compressed keys (DeepSeek-V4) or an indexer, which are for
-    :func:`enable_dsa`.
+    themselves, and models that are for :func:`enable_dsa`.
 
     Calling it again has no effect; :func:`unregister` undoes it.
 

@@ -63,34 +63,25 @@ def enable_dsa(
     """Let DeepSeek-V3.2, DeepSeek-V4, GLM-MoE-DSA or A.X-K2 attend, and train their indexers.
 
     Changes the model in place: every attention layer becomes absorbed attention over the keys that
-    :func:`ascend_attn_ops.lightning_indexer` selects, without a mask or scores of all pairs. Where
-    gradients are computed, the KL loss of each indexer is attached to its layer's output
-    (:func:`ascend_attn_ops.attach_loss`): whatever trains the model trains the indexers too, which
-    learn in transformers not at all. Parameters and their names, config, caches, generate(),
-    gradient checkpointing, padding masks and packed sequences (position_ids that start over)
-    remain as they are. A pack's sequences are kept apart beside a cache too; under torch.compile
-    say their lengths by cu_seq_lens_q, as collators do. The logits are those of transformers but
-    for rounding, unless scores of the indexer tie at the last selected key: here the earlier key is
-    selected, and there any.
+    :func:`ascend_attn_ops.lightning_indexer` selects. Where gradients are computed, the KL loss of
+    each indexer is attached to its layer's output (:func:`ascend_attn_ops.attach_loss`): whatever
+    trains the model trains the indexers too. Parameters, config, caches, generate(), gradient
+    checkpointing, padding masks and packed sequences remain as they are; under torch.compile say
+    the lengths of a pack by cu_seq_lens_q. The logits are those of transformers but for rounding
+    and for ties at the last selected key.
 
     Call it before the model is wrapped (DistributedDataParallel, FSDP) and before the optimizer is
-    made; LoRA adapters may come before or after. Forward hooks on kv_b_proj are not called. The
-    dense warm-up needs the indices of all pairs of tokens, and generate() left padding, as ever.
+    made; LoRA adapters may come before or after. Forward hooks on kv_b_proj are not called. Call it
+    again to change the options, as between the phases of a training.
 
-    In DeepSeek-V4 every layer attends to a window, to compressed keys and to a sink by
-    :func:`ascend_attn_ops.sparse_flash_mla`. Padding before a text, which it would compress as if
-    it were text, is refused, and packed sequences are compressed each by itself: transformers
-    compresses across them. Neither packs nor padding behind a text make a cache. The indexers
-    learn in the backward, from the weights on the keys that they selected
-    (:func:`ascend_attn_ops.sparse_flash_mla_with_indexer_loss`); there is no dense warm-up.
+    In DeepSeek-V4 every layer attends by :func:`ascend_attn_ops.sparse_flash_mla`. Padding before a
+    text is refused, and packed sequences are compressed each by itself. Neither packs nor padding
+    behind a text make a cache. The indexers learn in the backward
+    (:func:`ascend_attn_ops.sparse_flash_mla_with_indexer_loss`).
 
     The model gets a method ``indexer_losses()``: for each layer with an indexer, by its number,
-    the mean KL loss of the last forward in nats per token, without a gradient. It is empty after a
-    forward that has no use for the losses: without gradients, in eval mode or with a cache. For
-    DeepSeek-V4 it is known after the backward: the divergence of the selected keys' weights from
-    the indexer's, each row by its share of the attention.
-
-    Call it again to change the options, as between the phases of a training.
+    the mean KL loss of the last forward in nats per token, without a gradient. It is empty without
+    gradients, in eval mode and with a cache. For DeepSeek-V4 it is known after the backward.
 
     Args:
         model: a model of transformers, or one that holds such a model.
