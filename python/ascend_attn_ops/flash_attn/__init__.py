@@ -11,39 +11,14 @@ import importlib
 import sys
 
 from ascend_attn_ops._core.patches import Patch
+from ascend_attn_ops.flash_attn import flash_attn_interface
 from ascend_attn_ops.flash_attn._varlen_attention import register_flash_attention_impl
-from ascend_attn_ops.flash_attn.flash_attn_interface import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from ascend_attn_ops.flash_attn.flash_attn_interface import *  # noqa: F403
 
 __version__ = "2.8.3+ascend"
 
-__all__ = [
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-    "disable",
-    "enable",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "register_flash_attention_impl",
-]
+__all__ = ["disable", "enable", "register_flash_attention_impl"]
+__all__ += flash_attn_interface.__all__
 
 _MODULES = ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary")
 _enabled: Patch | None = None

@@ -99,11 +99,10 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward pass of `flash_attn_func`: out, softmax_lse (batch_size, nheads, seqlen_q), and
     an empty tensor for the probabilities and zeros for the state of a random generator."""
-    name = "_flash_attn_forward"
-    conventions.check_tensors(name, 4, "q k v", q, k, v)
-    window = (window_size_left, window_size_right)
-    options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    return _with_nothing_random(*forward(options, q, k, v))
+    return _with_nothing_random(*forward_pass(
+        "_flash_attn_forward", (q, k, v), None, None, causal, window_size_left, window_size_right,
+        softmax_scale, softcap, alibi_slopes, dropout_p,
+    ))  # fmt: skip
 
 
 def _flash_attn_varlen_forward(
@@ -131,15 +130,11 @@ def _flash_attn_varlen_forward(
     """The forward pass of `flash_attn_varlen_func`: as `_flash_attn_forward`, with softmax_lse
     (nheads, total_q)."""
     name = "_flash_attn_varlen_forward"
-    conventions.check_tensors(name, 3, "q", q)
-    conventions.check_tensors(name, 3 if block_table is None else 4, "k v", k, v)
     conventions.refuse_given(name, leftpad_k=leftpad_k)
-    window = (window_size_left, window_size_right)
-    options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    out, lse = packed_forward(
-        options, q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, block_table
-    )
-    return _with_nothing_random(out, lse)
+    return _with_nothing_random(*forward_pass(
+        name, (q, k, v), (cu_seqlens_q, cu_seqlens_k, None, seqused_k), block_table, causal,
+        window_size_left, window_size_right, softmax_scale, softcap, alibi_slopes, dropout_p,
+    ))  # fmt: skip
 
 
 def _flash_attn_backward(
@@ -165,12 +160,11 @@ def _flash_attn_backward(
     """Write the gradients of `_flash_attn_forward` to dq, dk and dv. out and softmax_lse may be
     those of all keys where k and v are a part of them. Returns an empty tensor: the row sums of
     dout * out are not kept."""
-    name = "_flash_attn_backward"
-    conventions.check_tensors(name, 4, "dout q k v out", dout, q, k, v, out)
-    conventions.check_deterministic(name, q, deterministic)
-    window = (window_size_left, window_size_right)
-    options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    write(gradients(options, dout, q, k, v, out, softmax_lse), dq, dk, dv)
+    backward_pass(
+        "_flash_attn_backward", (dout, q, k, v, out), softmax_lse, (dq, dk, dv), None,
+        deterministic, causal, window_size_left, window_size_right, softmax_scale, softcap,
+        alibi_slopes, dropout_p,
+    )  # fmt: skip
     return softmax_lse.new_empty(0)
 
 
@@ -200,38 +194,59 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> Tensor:
     """As `_flash_attn_backward`, for `_flash_attn_varlen_forward`."""
-    name = "_flash_attn_varlen_backward"
-    conventions.check_tensors(name, 3, "dout q k v out", dout, q, k, v, out)
-    conventions.check_deterministic(name, q, deterministic)
-    window = (window_size_left, window_size_right)
-    options = options_of(name, causal, window, softmax_scale, softcap, alibi_slopes, dropout_p)
-    pack = calls.pack_of(options, cu_seqlens_q, cu_seqlens_k)
-    found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
-    write(found, dq, dk, dv)
+    backward_pass(
+        "_flash_attn_varlen_backward", (dout, q, k, v, out), softmax_lse, (dq, dk, dv),
+        (cu_seqlens_q, cu_seqlens_k), deterministic, causal, window_size_left, window_size_right,
+        softmax_scale, softcap, alibi_slopes, dropout_p,
+    )  # fmt: skip
     return softmax_lse.new_empty(0)
 
 
-def options_of(
-    function: str,
-    causal: bool,
-    window: tuple[int, int],
-    softmax_scale: float | None,
-    softcap: float,
-    slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Options:
-    """The options of a pass. A backward of its own could not draw the mask of a dropout again."""
-    conventions.refuse_given(function, dropout_p=dropout_p)
-    return conventions.options_of(
-        function, causal, window, softmax_scale, softcap, slopes, 0.0, return_lse=True
-    )
-
-
-def forward(options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward_pass(
+    function: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[Any, ...] | None,
+    block_table: Tensor | None, *arguments: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A forward of sequences of one length, or of a pack with lengths: cu_seqlens and seqused."""
+    rank, (q, k, v) = 4 if lengths is None else 3, tensors
+    conventions.check_tensors(function, rank, "q", q)
+    conventions.check_tensors(function, rank if block_table is None else 4, "k v", k, v)
+    options = _options_of(function, *arguments)
+    if lengths is not None:
+        return packed_forward(options, q, k, v, *lengths, block_table)
     with torch.no_grad():
         out, lse = calls.attend(options, q, k, v)
     assert lse is not None
     return out, lse
+
+
+def backward_pass(
+    function: str, tensors: tuple[Tensor, ...], lse: Tensor, targets: tuple[Tensor | None, ...],
+    lengths: tuple[Any, ...] | None, deterministic: bool, *arguments: Any,
+) -> None:  # fmt: skip
+    """A backward, which writes the gradients to the targets that are not None."""
+    dout, q, k, v, out = tensors
+    conventions.check_tensors(function, 4 if lengths is None else 3, "dout q k v out", *tensors)
+    conventions.check_deterministic(function, q, deterministic)
+    options = _options_of(function, *arguments)
+    if lengths is None:
+        found = gradients(options, dout, q, k, v, out, lse)
+    else:
+        pack = calls.pack_of(options, *lengths)
+        found = packed_gradients(options, dout, q, k, v, out, lse, pack)
+    for result, target in zip(found, targets, strict=True):
+        if target is not None:
+            target.copy_(result)
+
+
+def _options_of(
+    function: str, causal: bool, left: int, right: int, softmax_scale: float | None, softcap: float,
+    slopes: Tensor | None = None, dropout_p: float = 0.0,
+) -> Options:  # fmt: skip
+    """The options of a pass. A backward of its own could not draw the mask of a dropout again."""
+    conventions.refuse_given(function, dropout_p=dropout_p)
+    return conventions.options_of(
+        function, causal, (left, right), softmax_scale, softcap, slopes, 0.0, return_lse=True
+    )
 
 
 def packed_forward(options: Options, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -244,10 +259,3 @@ def packed_forward(options: Options, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _with_nothing_random(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=out.device)
-
-
-def write(results: Gradients, *targets: Tensor | None) -> None:
-    """Writes the gradients to the caller's tensors, where there are any."""
-    for result, target in zip(results, targets, strict=True):
-        if target is not None:
-            target.copy_(result)

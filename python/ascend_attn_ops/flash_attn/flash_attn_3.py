@@ -16,18 +16,10 @@ import torch
 from torch import Tensor
 
 from ascend_attn_ops._core.arguments import check_count, check_tensor, wrong
-from ascend_attn_ops.flash_attn import _calls as calls
 from ascend_attn_ops.flash_attn import _conventions as conventions
 from ascend_attn_ops.flash_attn import flash_attn_interface as flash_attn
 from ascend_attn_ops.flash_attn._cache import attend_with_cache
-from ascend_attn_ops.flash_attn._passes import (
-    forward,
-    gradients,
-    options_of,
-    packed_forward,
-    packed_gradients,
-    write,
-)
+from ascend_attn_ops.flash_attn._passes import backward_pass, forward_pass
 
 __all__ = [
     "_flash_attn_backward",
@@ -274,20 +266,17 @@ def _flash_attn_forward(
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
         scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
-    window = (window_size_left, window_size_right)
-    options = options_of(name, causal, window, softmax_scale, softcap)
-    if cu_seqlens_q is None:
+    lengths = None
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    else:
         conventions.refuse_given(
             name, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table
         )
-        conventions.check_tensors(name, 4, "q k v", q, k, v)
-        out, lse = forward(options, q, k, v)
-    else:
-        conventions.check_tensors(name, 3, "q", q)
-        conventions.check_tensors(name, 3 if page_table is None else 4, "k v", k, v)
-        out, lse = packed_forward(
-            options, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table
-        )
+    out, lse = forward_pass(
+        name, (q, k, v), lengths, page_table, causal, window_size_left, window_size_right,
+        softmax_scale, softcap,
+    )  # fmt: skip
     if out_ is not None:
         out = out_.copy_(out)
     return out, lse, out.new_empty(0), lse.new_empty(0)
@@ -323,16 +312,13 @@ def _flash_attn_backward(
     tensor, because the row sums of dout * out are not kept.
     """
     name = "_flash_attn_backward"
-    rank = 4 if cu_seqlens_q is None else 3
-    conventions.check_tensors(name, rank, "dout q k v out", dout, q, k, v, out)
-    conventions.check_deterministic(name, q, deterministic)
-    window = (window_size_left, window_size_right)
-    options = options_of(name, is_causal, window, softmax_scale, softcap)
-    if cu_seqlens_q is None:
-        conventions.refuse_given(name, sequed_q=sequed_q, sequed_k=sequed_k)
-        found = gradients(options, dout, q, k, v, out, softmax_lse)
+    lengths = None
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k
     else:
-        pack = calls.pack_of(options, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
-        found = packed_gradients(options, dout, q, k, v, out, softmax_lse, pack)
-    write(found, dq, dk, dv)
+        conventions.refuse_given(name, sequed_q=sequed_q, sequed_k=sequed_k)
+    backward_pass(
+        name, (dout, q, k, v, out), softmax_lse, (dq, dk, dv), lengths, deterministic, is_causal,
+        window_size_left, window_size_right, softmax_scale, softcap,
+    )  # fmt: skip
     return torch.empty(0, dtype=torch.float32, device=q.device)
