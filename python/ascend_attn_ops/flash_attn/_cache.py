@@ -22,13 +22,8 @@ from ascend_attn_ops.ops.scatter_pa_kv_cache import scatter_pa_kv_cache_
 
 
 def append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-) -> None:
+    k_cache: Tensor, v_cache: Tensor, table: Tensor | None, k: Tensor, v: Tensor, begin: Tensor,
+) -> None:  # fmt: skip
     """Write k and v in place, from position `begin` of each sequence on.
 
     Args:
@@ -50,26 +45,13 @@ def append(
 
 
 def attend_with_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax_lse: bool,
-    sinks: conventions.Sinks,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+    rotary_cos: Tensor | None, rotary_sin: Tensor | None, cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None, block_table: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
+    alibi_slopes: Tensor | None, return_softmax_lse: bool, sinks: conventions.Sinks,
     cu_seqlens_q: object = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """flash_attn_with_kvcache of both versions: out, and lse where it is asked for."""
     name = "flash_attn_with_kvcache"
     conventions.check_tensors(name, 4 if cu_seqlens_q is None else 3, "q", q)
@@ -139,14 +121,9 @@ def _check(
 
 
 def attend(
-    options: conventions.Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    lengths: Tensor,
-    q_ends: Tensor | Sequence[int] | None,
-) -> tuple[Tensor, Tensor | None]:
+    options: conventions.Options, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
+    lengths: Tensor, q_ends: Tensor | Sequence[int] | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out as q, and lse with the heads before the queries.
 
     Args:
@@ -169,12 +146,9 @@ def attend(
 
 
 def table_of(
-    function: str,
-    batch: int,
-    rows: int,
-    cache_batch_idx: Tensor | None,
+    function: str, batch: int, rows: int, cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The blocks of each sequence: without block_table, one row of the cache."""
     if cache_batch_idx is None:
         assert block_table is not None

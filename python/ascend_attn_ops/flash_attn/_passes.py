@@ -85,18 +85,10 @@ def _check_shape(function: str, lse: Tensor, expected: list[int]) -> None:
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
     return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward pass of `flash_attn_func`: out, softmax_lse (batch_size, nheads, seqlen_q), and
     an empty tensor for the probabilities and zeros for the state of a random generator."""
     return _with_nothing_random(*forward_pass(
@@ -106,27 +98,13 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+    block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The forward pass of `flash_attn_varlen_func`: as `_flash_attn_forward`, with softmax_lse
     (nheads, total_q)."""
     name = "_flash_attn_varlen_forward"
@@ -138,25 +116,12 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Write the gradients of `_flash_attn_forward` to dq, dk and dv. out and softmax_lse may be
     those of all keys where k and v are a part of them. Returns an empty tensor: the row sums of
     dout * out are not kept."""
@@ -169,30 +134,13 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
     """As `_flash_attn_backward`, for `_flash_attn_varlen_forward`."""
     backward_pass(
         "_flash_attn_varlen_backward", (dout, q, k, v, out), softmax_lse, (dq, dk, dv),

@@ -74,25 +74,13 @@ def register_flash_attention_impl(impl: str = "ascend") -> None:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
+    max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
+    scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
     num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, softmax_logsumexp (nheads, total_q), and three that are of no use without dropout."""
     name = f"aten::{_FORWARD}"
     conventions.refuse_given(
@@ -119,25 +107,11 @@ def in_place(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     name = f"aten::{_BACKWARD}"
     conventions.refuse_given(name, dropout_p=dropout_p)
     mask = _mask(name, is_causal, window_size_left, window_size_right)
