@@ -29,14 +29,13 @@ class Device(NamedTuple):
 class limits(ContextDecorator):
     """Check calls in this block against the limits of another device, or of none.
 
-    The block is that of its thread: others are not affected, and asyncio tasks of one thread share
-    it. Blocks may end in any order, as those of suspended generators do: the last one that is still
-    open applies. `set_limits` changes the default instead, without a block.
+    The block is that of its thread, whose asyncio tasks share it; the last one that is still open
+    applies. `set_limits` changes the default instead, without a block.
 
-    The CPU rejects the sizes and dtypes that the NPU would reject, so that CI without a device
-    predicts the device. By default calls are checked for the NPU in use and its CANN. Without an
-    NPU that is Atlas A2 with the newest CANN; the environment variable ``ASCEND_ATTN_OPS_LIMITS``
-    chooses another default for a process: ``A3``, ``A2:8.5``, ``none``.
+    The CPU rejects the sizes and dtypes that the NPU would reject. By default calls are checked for
+    the NPU in use and its CANN, and without an NPU for Atlas A2 with the newest CANN; the
+    environment variable ``ASCEND_ATTN_OPS_LIMITS`` chooses another default for a process: ``A3``,
+    ``A2:8.5``, ``none``.
 
     Args:
         product: ``"A2"``, ``"A3"``, ``"950"`` or ``"310P"``, or the name of one of its SoCs, such

@@ -112,11 +112,9 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
 
     Args:
         cache: (num_blocks, block_size, ...), as (num_blocks, block_size, N, D).
-        block_table: (B, M), int32 or int64, on cache's device; entry i of a row is the block with
-            the positions [i * block_size, (i + 1) * block_size) of a sequence. Entries behind the
-            last row of a sequence are not read.
-        lengths: rows of each sequence, B whole numbers as a tensor or a list. They are read on the
-            host.
+        block_table: (B, M), as in :func:`slot_mapping`, on cache's device. Entries behind the last
+            row of a sequence are not read.
+        lengths: rows of each sequence, B whole numbers as a tensor or a list, read on the host.
 
     Returns:
         (T, ...), as (T, N, D): the rows of one sequence behind the other, T the sum of lengths.

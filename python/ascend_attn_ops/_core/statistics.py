@@ -37,8 +37,7 @@ def log_sum_exp(softmax_max: Tensor, softmax_sum: Tensor) -> Tensor:
 
     Returns:
         The shape and dtype of softmax_max; **-inf** in rows without keys, as
-        :func:`attention_update` expects. The eight values that :func:`flash_attention_score` gives
-        to a row stay equal: ``[..., 0]`` takes one of them.
+        :func:`attention_update` expects.
 
     Raises:
         TypeError: an argument is not a tensor of a floating point dtype, or the dtypes differ.

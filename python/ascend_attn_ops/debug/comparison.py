@@ -76,9 +76,8 @@ def compare(every: int = 1, rtol: float | None = None) -> Iterator[Comparison]:
     each gradient operator given what it was given. Top-k selections are compared as sets, up to
     scores that differ by less than their rounding.
 
-    A compared call waits for the device, copies its arguments to the host, and computes there
-    what may take a thousand times as long: use small sizes, or `every`. Calls of more than
-    2 x 10^10 operations are counted and not compared. Nothing is done outside of the block.
+    A compared call waits for the device, and the host may take a thousand times as long: use small
+    sizes, or `every`. Calls of more than 2 x 10^10 operations are counted and not compared.
 
     Args:
         every: compare every n-th call of each operator.
@@ -87,8 +86,7 @@ def compare(every: int = 1, rtol: float | None = None) -> Iterator[Comparison]:
 
     Returns:
         A context manager that yields a `Comparison`, with ``calls``, ``compared`` and ``skipped``
-        (counts by operator) and ``differences`` (with ``operator``, ``number``, ``place`` and
-        ``text``). Printed, it is a table.
+        (counts by operator) and ``differences``. Printed, it is a table.
 
     Raises:
         TypeError, ValueError: `every` is not a number above 0, `rtol` not one of at least 0.

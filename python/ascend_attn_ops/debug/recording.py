@@ -45,18 +45,14 @@ def record(folder: str | Path, when: When = "raises", limit: str = "200MB") -> I
     """Write calls of the operators in the block to files that `replay` runs anywhere.
 
     A file holds the arguments of one call, what came out, the limits in force, and the versions of
-    torch, torch_npu and CANN; neither host nor user. It needs the package ``safetensors``. An
-    error that an operator raises in the block names its file.
-
-    Each recorded call waits for the device. Only errors raised by the call itself are seen: a
-    device that fails later raises elsewhere.
+    torch, torch_npu and CANN. It needs the package ``safetensors``. Each recorded call waits for
+    the device. An error that an operator raises in the block names its file.
 
     Args:
         folder: where to write; made if needed.
         when: ``"raises"``, ``"differs"`` (from the reference, as `compare` finds it) or
             ``"always"``.
-        limit: of all files of the block, with ``KB``, ``MB`` or ``GB``. The first call beyond it
-            is not written, with a warning, nor are those after it.
+        limit: of all files of the block, with ``KB``, ``MB`` or ``GB``; later calls only warn.
 
     Returns:
         A context manager that yields a list of the files written so far.

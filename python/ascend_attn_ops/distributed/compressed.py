@@ -117,18 +117,15 @@ def sparse_flash_mla(
 ) -> tuple[Tensor, Tensor]:
     """:func:`ascend_attn_ops.sparse_flash_mla` of local tokens, over the keys of all ranks.
 
-    A collective call, as is its backward. A rank gets the original keys in the windows of
-    its tokens, from the ranks that hold them. The compressed keys of all ranks are gathered. The
-    gradients of both are summed over the ranks in float32. Differentiable with respect to query,
-    ori_kv, cmp_kv and sink.
+    A collective call, as is its backward. A rank gets the original keys in the windows of its
+    tokens, and the compressed keys of all ranks. Gradients are summed over the ranks in float32.
 
     Args:
         query, ori_kv: of local tokens.
         cmp_kv: the local compressed keys of :func:`compress_keys`, those of
             `shards.compressed(cmp_ratio)`. All ranks pass them, or none.
-        cmp_sparse_indices: of the local tokens, also without the axis of heads. Compressed keys,
-            counted from the first of the sequence, on whichever rank they are. The first min(K, n)
-            must not name keys that only later parts of the sequence see.
+        cmp_sparse_indices: of the local tokens, counted from the first key of the sequence, on
+            whichever rank it is. The first min(K, n) must not name keys that only later parts see.
         sink: (N1,), the same on all ranks. Its gradient on a rank is that of the local tokens: sum
             it over the ranks, as the gradients of all parameters.
         shards, layout, save_gathered: as in :func:`lightning_indexer`.
@@ -198,9 +195,8 @@ def sparse_flash_mla_with_indexer_loss(
 ) -> Tensor:
     """:func:`ascend_attn_ops.sparse_flash_mla_with_indexer_loss` of local tokens.
 
-    A collective call, as is its backward, which gathers key_index and sums its gradient over the
-    ranks. The loss is that of the tokens of all ranks, and each rank gets the gradients of its own:
-    parameters that all ranks share want the sum of the ranks' gradients, not their mean.
+    A collective call, as is its backward. The loss is that of the tokens of all ranks, and each
+    rank gets the gradients of its own: sum those of parameters that all ranks share.
 
     Args:
         query_index, key_index, weights: of local tokens; key_index of the local compressed keys.

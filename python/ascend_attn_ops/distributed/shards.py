@@ -46,8 +46,7 @@ class SequenceShards(Layout):
             cuts the T tokens into one piece per rank.
         check_calls: whether the ranks compare the arguments of each call of a distributed function,
             so that a wrong call is an error on all of them. That costs a reduction of a few
-            integers between the hosts per call, and per backward; without it, a call that is wrong
-            on some ranks alone leaves the others waiting for them until the group's time-out.
+            integers between the hosts per call; without it, the other ranks wait for a time-out.
 
     Attributes:
         lengths: tokens of each sequence.

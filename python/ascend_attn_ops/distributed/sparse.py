@@ -84,8 +84,8 @@ class _GroupLoss(torch.autograd.Function):
 def prefetch(*keys: Tensor, shards: SequenceShards, layout: str = "TND") -> tuple[Any, ...]:
     """Begin to send keys to all ranks ahead of calls: :func:`lightning_indexer_kl_loss` shows it.
 
-    A collective call. The indexer, the attention and the loss of a layer read the same keys: pass
-    them what this returns, and they travel once, and while the host and the device go on.
+    A collective call. Pass what this returns to the indexer, the attention and the loss of a layer:
+    the keys travel once, and while the host and the device go on.
 
     Args:
         keys: local tokens, (T, ...), or (1, T, ...) in layout BSND.
@@ -93,10 +93,9 @@ def prefetch(*keys: Tensor, shards: SequenceShards, layout: str = "TND") -> tupl
         layout: "TND", or "BSND" with a batch of one.
 
     Returns:
-        For each tensor, what stands for it as `key`, `value`, `key_rope` or `key_index` in the
-        functions of this module. It holds the keys of all ranks as they are now, until you drop it,
-        and gradients reach the tensor through it. Under torch.compile, where the compiler decides
-        when to communicate, the tensors themselves.
+        For each tensor, what stands for it in the functions of this module. It holds the keys of
+        all ranks as they are now, and gradients reach the tensor through it. Under torch.compile,
+        where the compiler decides when to communicate, the tensors themselves.
 
     Raises:
         As :func:`lightning_indexer`.

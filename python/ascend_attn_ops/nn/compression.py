@@ -31,9 +31,8 @@ def compress_keys(
         key[w]  = sum(weights * values)
 
     With `overlap`, values and logits have 2 * D features, and a window also has the r tokens before
-    it: theirs are the first D features, its own the last D. The first window of a sequence has none
-    before it. The last L mod r tokens of a sequence of L make no key yet. The softmax is computed
-    in float32, as in transformers. Differentiable.
+    it: theirs are the first D features, its own the last D. The last L mod r tokens of a sequence
+    of L make no key yet. The softmax is computed in float32. Differentiable.
 
     Args:
         values: (B, S, F), or (T, F) with actual_seq_lengths; F is D, or 2 * D with `overlap`.

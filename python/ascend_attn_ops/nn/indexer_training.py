@@ -115,15 +115,11 @@ def sparse_flash_mla_with_indexer_loss(
 ) -> Tensor:
     """:func:`sparse_flash_mla` whose backward also trains the indexer that selected its keys.
 
-    The indexer learns to give the selected keys the weights that the attention gives them, averaged
-    over the heads. These weights are a result of the attention's backward, so the gradient of the
-    loss starts there: whatever trains the model trains the indexer, and nothing is added to the
-    loss of the model. The gradients of query_index, key_index and weights are
-    `indexer_loss_weight` times those of the sum over all rows of ``sum(p * log(p / y))``, with p
-    the weights of the attention and y the softmax of the indexer's scores.
-
-    Detach from the model what query_index, key_index and weights are made of: otherwise the loss
-    changes the model too.
+    The gradients of query_index, key_index and weights are `indexer_loss_weight` times those of the
+    sum over all rows of ``sum(p * log(p / y))``, with p the weights of the attention on the
+    selected keys, averaged over the heads, and y the softmax of the indexer's scores. The backward
+    of the attention computes p, so the gradient of the loss starts there. Detach from the model
+    what query_index, key_index and weights are made of: otherwise the loss changes the model too.
 
     Args:
         query, ori_kv, cmp_kv, cmp_sparse_indices: as in :func:`sparse_flash_mla`.
@@ -131,9 +127,8 @@ def sparse_flash_mla_with_indexer_loss(
             selected cmp_sparse_indices: (B, S1, Nidx, Didx), (B, S3, 1, Didx) and (B, S1, Nidx), in
             layout TND with one axis T in the place of (B, S).
         indexer_loss_weight: factor of the loss's gradient: 1 / (B * S1) for the mean over the
-            tokens. No gradient that arrives carries the factor of a loss scaler or of accumulated
-            gradients: multiply by it here. A tensor of one element is read in the backward, on its
-            device.
+            tokens, times the factor of a loss scaler or of accumulated gradients. A tensor of one
+            element is read in the backward, on its device.
         on_loss: called in the backward with the sum of the loss over all rows, (1,), without a
             gradient. Not under torch.compile.
         scale_value, sink, actual_seq_lengths_query, actual_seq_lengths_ori_kv,

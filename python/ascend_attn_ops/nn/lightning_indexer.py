@@ -37,15 +37,9 @@ class IndexerProjections(NamedTuple):
 
 
 def rotary_embedding(x: Tensor, positions: Tensor | None = None, *, theta: float = 1e4) -> Tensor:
-    """Rotary position embedding in the split-half form, which rotates elements d and d + D/2.
+    """Rotates elements d and d + D/2 of x, (..., S, N, D), in float32.
 
-    Args:
-        x: (..., S, N, D), D even; any floating dtype, computed in float32.
-        positions: (S,) or (..., S), integers; default 0, 1, ..., S - 1.
-        theta: base of the wavelengths.
-
-    Returns:
-        A tensor with the shape and dtype of ``x``.
+    `positions` are integers, (S,) or (..., S), by default 0, 1, ..., S - 1.
     """
     half = x.shape[-1] // 2
     if positions is None:

@@ -46,13 +46,10 @@ def quantize_attention_inputs(
         deq_scale2   = s_value / 127          for their integer products with value
 
     A scale that its dtype cannot represent is rounded up, and key and value are quantised with the
-    rounded scale, so that rounding it costs no accuracy. All-zero tensors become zeros. The call
-    synchronises with the device once, to read the three maxima.
+    rounded scale. The call synchronises with the device once, to read the three maxima.
 
     Args:
-        query: any shape and layout; float16, bfloat16 or float32.
-        key: as query.
-        value: as query.
+        query, key, value: any shape and layout; float16, bfloat16 or float32.
         scale_dtype: dtype of deq_scale1 and deq_scale2: torch.float32, or torch.uint64, which holds
             the bits of a float32, of which the device uses the upper 19.
 

@@ -66,8 +66,7 @@ def fused_infer_attention_score(
         atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (B, Sq,
             Skv), (1, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv), (Sq, Skv), or where Sq is 1 (B,
             Skv); further rows and columns are ignored. With pages, Skv is what block_table has room
-            for. Layouts TND and NTD take no full mask. Modes 2 to 4 take a compressed mask, (2048,
-            2048), (1, 2048, 2048) or (1, 1, 2048, 2048), and need none.
+            for. Layouts TND and NTD take no full mask. Modes 2 to 4 need no mask.
         actual_seq_lengths_query: in TND and NTD the cumulative sequence lengths, which end with T.
             In other layouts how many of the Sq queries are valid, for each batch, or one number for
             all of them; None or empty: all Sq. A tensor or a list; a tensor on the NPU makes the
@@ -85,10 +84,8 @@ def fused_infer_attention_score(
             needs the model's own.
         pre_tokens: sparse_mode 0 with a mask, and 4: how many keys before the diagonal are kept.
         next_tokens: how many after it.
-        sparse_mode: which keys are kept. 0: without a mask all, otherwise those of atten_mask
-            within pre_tokens and next_tokens; 1: those of atten_mask; 2: causal from the top left;
-            3: causal to the bottom right; 4: a band to the bottom right. Corners are those of the
-            valid lengths.
+        sparse_mode: 0 to 4, as in :func:`flash_attention_score`, for the valid lengths. 0 without a
+            mask keeps all keys.
         inner_precise: 0 to 3, how the device computes; the CPU ignores it.
         return_softmax_lse: whether softmax_lse is computed.
 

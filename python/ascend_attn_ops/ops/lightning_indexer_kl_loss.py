@@ -53,22 +53,16 @@ def lightning_indexer_kl_loss(
     the `target` that you pass, with None for query, key and the statistics.
 
     Args:
-        query: of the main attention, (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or
-            bfloat16 (float32 and float64 as well when the device limits are off).
-        key: (B, S2, 1, D) or (T2, 1, D); query's dtype.
-        query_index: (B, S1, Nidx, Didx) or (T1, Nidx, Didx); query's dtype.
-        key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query's dtype.
-        weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. The keys
-            selected for each token, counted from the first key of the sequence, padded with -1.
-            For a selection with a tail of recent keys, pass the indexer's own K.
+        query, key: of the main attention, as in :func:`sparse_flash_attention`.
+        query_index, key_index, weights: as query, key and weights of :func:`lightning_indexer`.
+        sparse_indices: what it has selected. For a selection with a tail of recent keys, pass the
+            indexer's own K.
         softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
             :func:`sparse_flash_attention` over the same keys: p is not renormalised, and with other
             statistics it does not sum to one.
         scale_value: factor of the main attention's scores, as in `sparse_flash_attention`; the
             indexer's scores have none.
-        query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither.
-        key_rope: (B, S2, 1, Dr) or (T2, 1, Dr); query's dtype.
+        query_rope, key_rope: as in :func:`sparse_flash_attention`.
         actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
         layout: "BSND" or "TND".
         sparse_mode: 3, causal, the last query sees up to the last key.

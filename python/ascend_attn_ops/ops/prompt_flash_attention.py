@@ -54,8 +54,7 @@ def prompt_flash_attention(
         num_heads: N, the number of query heads. BSH needs it.
         atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (Sq,
             Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, Skv); further rows and
-            columns are ignored. Modes 2 to 4 take a compressed mask, (2048, 2048), (1, 2048, 2048)
-            or (1, 1, 2048, 2048), and need none.
+            columns are ignored. Modes 2 to 4 need no mask.
         actual_seq_lengths_query: how many of the Sq queries are valid, for each batch, or one
             number for all of them; further numbers are ignored. None or empty: all Sq. A tensor or
             a list; a tensor on the NPU makes the call wait for it.
@@ -73,10 +72,8 @@ def prompt_flash_attention(
         next_tokens: how many after it.
         layout: "BSH", "BSND", "BNSD", or "BNSD_BSND": inputs in BNSD, output in BSND.
         num_key_value_heads: Nk, a divisor of N and at least N / 64; 0 for N.
-        sparse_mode: which keys are kept. 0: without a mask all, otherwise those of atten_mask
-            within pre_tokens and next_tokens; 1: those of atten_mask; 2: causal from the top left;
-            3: causal to the bottom right; 4: a band to the bottom right. Corners are those of the
-            valid lengths.
+        sparse_mode: 0 to 4, as in :func:`flash_attention_score`, for the valid lengths. 0 without a
+            mask keeps all keys.
 
     Returns:
         A tensor of query's shape, in layout BNSD_BSND (B, Sq, N, D). int8 with quant_scale2,

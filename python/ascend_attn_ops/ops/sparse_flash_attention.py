@@ -71,16 +71,11 @@ def sparse_flash_attention(
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr), or a cache like key's; query's dtype.
         sparse_block_size: keys per index; with "PA_BSND" a divisor of block_size.
         layout: "BSND" or "TND", of the queries.
-        sparse_mode: 0, every key of the sequence is visible; 3, causal, the last query sees up to
-            the last key.
-        pre_tokens: ignored in modes 0 and 3; the NPU takes the default only.
-        next_tokens: as pre_tokens.
+        sparse_mode, pre_tokens, next_tokens: as in :func:`lightning_indexer`.
         deterministic: request a deterministic backward, as torch.use_deterministic_algorithms does.
             The CPU is always deterministic; an NPU with CANN 8.5 cannot be.
-        layout_kv: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
-            block block_table[b, s // block_size] of the caches. For inference only.
-        block_table: (B, M), int32 or int64; with "PA_BSND" only. Blocks behind the last key of a
-            sequence are not read.
+        layout_kv, block_table: as layout_key and block_table of :func:`lightning_indexer`; only
+            without gradients.
         return_softmax_lse: whether to return the statistics, which a backward needs, and by which
             :func:`attention_update` merges results over parts of the keys. None returns them unless
             keys are paged: an NPU then has to copy the selected keys.

@@ -70,9 +70,7 @@ def sparse_flash_mla(
         sink: (N1,), float32 (float64 for float64 inputs): a logit per head that has no value. None:
             an ordinary softmax, which the NPU does not have.
         actual_seq_lengths_query: as in :func:`lightning_indexer`.
-        actual_seq_lengths_ori_kv: as actual_seq_lengths_query, for ori_kv. With "PA_BSND" required:
-            the number of keys of each sequence, not cumulative, in either layout.
-        actual_seq_lengths_cmp_kv: the same for cmp_kv; ignored without it.
+        actual_seq_lengths_ori_kv, actual_seq_lengths_cmp_kv: as actual_seq_lengths_key there.
         cmp_residual_kv: (B,), each in [0, cmp_ratio): the tokens of each sequence that no
             compressed key stands for yet. None: the original keys are all tokens of the sequence.
             Pass it if they are not, as in decoding with a cache of the window alone.
@@ -83,15 +81,11 @@ def sparse_flash_mla(
         cmp_mask_mode: the compressed keys that a query sees. 3: those whose tokens end at its own
             or before; 0: all. In ori_mask_mode 3 and 4, a query before the first original key sees
             none.
-        ori_win_left: earlier keys in the window; -1 for all.
-        ori_win_right: later keys in the window; -1 for all.
+        ori_win_left, ori_win_right: earlier and later keys in the window; -1 for all.
         layout: "BSND" or "TND", of the queries.
-        deterministic: request a deterministic backward, as torch.use_deterministic_algorithms does.
-            The CPU is always deterministic.
-        layout_kv: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
-            block table[b, s // block_size] of the caches. For inference only.
-        ori_block_table: (B, M), int32 or int64; with "PA_BSND" only.
-        cmp_block_table: the same for cmp_kv.
+        deterministic: as in :func:`sparse_flash_attention`.
+        layout_kv: as layout_key in :func:`lightning_indexer`. "PA_BSND" is for inference only.
+        ori_block_table, cmp_block_table: (B, M), int32 or int64; with "PA_BSND" only.
         return_softmax_lse: whether to return softmax_lse.
 
     Returns:

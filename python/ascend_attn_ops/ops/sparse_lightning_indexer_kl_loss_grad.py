@@ -36,22 +36,15 @@ def sparse_lightning_indexer_kl_loss_grad(
     itself.
 
     Args:
-        query_index: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16
-            (float32 and float64 as well when the device limits are off).
-        key_index: (B, S2, 1, Didx) or (T2, 1, Didx); query_index's dtype.
+        query_index, key_index: as query and key of :func:`lightning_indexer`.
         weights: (B, S1, Nidx) or (T1, Nidx); float32, without the device limits also
             query_index's dtype. The scores have no scale: put it into the weights.
-        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. The keys
-            selected for each token, counted from the first key of the sequence, padded with -1.
-            Keys that the query does not see are passed over.
+        sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. Keys that the
+            query does not see are passed over.
         attn_softmax_l1_norm: the target p of every slot, as sparse_indices; float32 (float64 for
             float64 inputs). Pass 0 behind the last selected key.
         actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
-        cmp_residual_key: as in :func:`lightning_indexer`; pass the same.
-        layout: "BSND" or "TND".
-        sparse_mode: 0, every key of the sequence is visible; 3, causal, as in
-            :func:`lightning_indexer`.
-        cmp_ratio: how many tokens a key stands for, as in :func:`lightning_indexer`.
+        cmp_residual_key, layout, sparse_mode, cmp_ratio: as in :func:`lightning_indexer`.
         deterministic: the same bits in every run. The CPU always gives them; CANN documents that
             A2 and A3 do not, where True is an error.
 

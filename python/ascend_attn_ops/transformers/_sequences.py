@@ -42,13 +42,8 @@ class Sequences(NamedTuple):
 def padded(valid: Tensor, queries: int, offset: int | Tensor) -> Sequences:
     """The sequences of a padded batch, or of one whose cache has unused room.
 
-    Args:
-        valid: (B, keys) bool, False for padding and for unused keys.
-        queries: tokens per batch, the keys from `offset` on.
-        offset: how many keys were cached before.
-
-    Raises:
-        ValueError: the valid keys of a batch have gaps.
+    `valid` is (B, keys), False for padding and for unused keys. The queries of a batch are the keys
+    from `offset` on, as many were cached before.
     """
     batch, keys = valid.shape
     positions = torch.arange(keys, device=valid.device)
@@ -86,9 +81,8 @@ def from_begins(
 ) -> Sequences | None:
     """The sequences that begin at these queries; None if each batch is one sequence.
 
-    Args:
-        keys: of a batch; behind those of its tokens there may be others, which are nobody's.
-        offset: how many were cached before the tokens: the first sequence goes on with them.
+    The first sequence of a batch goes on with `offset` cached keys. Keys behind those of the tokens
+    are nobody's.
     """
     if len(begins) == batch:
         return None
@@ -105,11 +99,7 @@ def from_begins(
 def of_collator(
     function: str, kwargs: Mapping[str, Any], queries: int, keys: int
 ) -> Sequences | None:
-    """The sequences whose lengths a collator says, if it does. Compiled models read them as well.
-
-    Raises:
-        ValueError: there are other keys than those of the tokens.
-    """
+    """The sequences whose lengths a collator says, if it does, for compiled models too."""
     query_ends = kwargs.get("cu_seq_lens_q")
     key_ends = kwargs.get("cu_seq_lens_k", query_ends)
     if query_ends is None or key_ends is None:
@@ -144,12 +134,7 @@ def ends_of(sequences: Tensor) -> Tensor:
 
 
 def every_key(sequences: Sequences | None, tokens: Tensor, keys: int) -> Tensor:
-    """The selection of all keys, (B, S, 1, K), or (T, 1, K) of those of a token's own sequence.
-
-    Args:
-        tokens: (B, S, ...).
-        keys: of a batch.
-    """
+    """The selection of all keys, (B, S, 1, K), or (T, 1, K) of those of a token's own sequence."""
     # The device's loss takes multiples of 1024.
     count = keys if device_in_force() is None else keys + -keys % 1024
     selected = torch.arange(count, dtype=torch.int32, device=tokens.device)
@@ -162,11 +147,7 @@ def every_key(sequences: Sequences | None, tokens: Tensor, keys: int) -> Tensor:
 
 
 def valid_keys(mask: Tensor, queries: int, offset: int | Tensor) -> Tensor:
-    """The keys (B, keys) that a mask (B, 1, queries, keys) lets anyone see, if it is causal.
-
-    Raises:
-        TypeError, ValueError: it is another mask, which no lengths describe.
-    """
+    """The keys (B, keys) that a mask (B, 1, queries, keys) lets anyone see; it has to be causal."""
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != queries:
         expected = f"shape (B, keys) or (B, 1, {queries}, keys)"
         raise wrong(ValueError, *_MASK, expected, f"{tuple(mask.shape)}")

@@ -127,18 +127,11 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotates queries and keys; values stay.
+        """Rotates queries and keys; values stay. Returns qkv, or (q, kv).
 
-        Args:
-            qkv: (batch_size, seqlen, 3, nheads, headdim); with num_heads_q (batch_size, seqlen,
-                num_heads_q + 2 * nheads_k, headdim); with kv the queries alone, (batch_size,
-                seqlen, nheads, headdim).
-            kv: (batch_size, seqlen, 2, nheads_k, headdim).
-            seqlen_offset: as in :func:`apply_rotary_emb`.
-            max_seqlen: not needed: no table of angles is kept.
-
-        Returns:
-            qkv, or (q, kv), of their shapes and dtypes.
+        qkv is (batch_size, seqlen, 3, nheads, headdim), with num_heads_q (batch_size, seqlen,
+        num_heads_q + 2 * nheads_k, headdim), and beside kv, (batch_size, seqlen, 2, nheads_k,
+        headdim), the queries alone. max_seqlen is not needed.
         """
         position = torch.arange(qkv.shape[1], device=qkv.device)
         if isinstance(seqlen_offset, Tensor):
