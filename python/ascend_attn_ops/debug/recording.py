@@ -330,7 +330,7 @@ def _with_strides(x: Tensor, stride: list[int]) -> Tensor:
 
 
 def replay(file: str | Path, device: str = "cpu") -> Replayed:
-    """Run a call that :func:`record` wrote, under its limits, and compare what comes out.
+    """Run a call that :func:`ascend_attn_ops.record` wrote, under its limits, and compare it.
 
     Args:
         file: one that `record` wrote.
