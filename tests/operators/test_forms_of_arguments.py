@@ -9,7 +9,7 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_check.samples.sparse import ALL_TOKENS, LENGTHS
-from ascend_attn_ops.reference.call import with_lists
+from ascend_attn_ops.reference.call import LENGTHS_ON_HOST
 from support.samples import OPERATORS, RECIPES, SPARSE_OPERATORS, Operator, Recipe, Sample, as_tuple
 from support.tolerance import assert_same_bits
 from torch import Tensor
@@ -17,6 +17,14 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 COMPRESSED = (2, 3, 4, 6, 7, 8)
+
+
+def with_lists(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With lists in place of lengths in tensors."""
+    return {
+        name: x.tolist() if name in LENGTHS_ON_HOST and isinstance(x, Tensor) else x
+        for name, x in arguments.items()
+    }
 
 
 def integers(recipe: Recipe) -> tuple[str, ...]:

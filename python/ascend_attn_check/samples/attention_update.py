@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .randomness import Random
 from .record import Gradient, Operator
+from .torch_npu_calls import torch_npu
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,11 @@ def backward(
     return [x.unbind() for x in stacked]
 
 
-def torch_npu(x: dict[str, Any]) -> Any:
-    """It takes rows."""
-    return torch.ops.npu.npu_attention_update(
-        [lse.flatten() for lse in x["lse"]],
-        [part.reshape(x["lse"][0].numel(), part.shape[-1]) for part in x["local_out"]],
-        1,
-    )
+def in_rows(x: dict[str, Any]) -> Any:
+    """torch_npu takes rows."""
+    lse = [one.flatten() for one in x["lse"]]
+    parts = [part.reshape(lse[0].numel(), part.shape[-1]) for part in x["local_out"]]
+    return torch_npu("npu_attention_update", x, lse=lse, local_out=parts, update_type=1)
 
 
 ATTENTION_UPDATE = Operator(
@@ -90,7 +89,7 @@ ATTENTION_UPDATE = Operator(
     Gradient(("lse", "local_out"), ("out", "lse_out"), backward),
     # Not 128 parts: torch_npu has no room for them in the key under which CANN keeps executors.
     on_device=lambda case: case.d % 8 == 0 and case.parts < 128,
-    torch_npu=torch_npu,
+    torch_npu=in_rows,
 )
 
 OPERATORS = [ATTENTION_UPDATE]

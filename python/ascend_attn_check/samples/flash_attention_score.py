@@ -13,12 +13,13 @@ from ascend_attn_ops.reference.bounds.expected import (
     Expected,
 )
 from ascend_attn_ops.reference.bounds.flash_attention_score import GRADIENTS, expected_gradient
-from ascend_attn_ops.reference.call import Outputs, Sample, lengths, with_lists
+from ascend_attn_ops.reference.call import Outputs, Sample, lengths
 from torch import Tensor
 
 from .masks import compressed_mask, prefix_mask, random_mask
 from .randomness import Random
 from .record import Gradient, Operator
+from .torch_npu_calls import torch_npu
 
 _NAMED = 16  # lengths that the name of a case lists
 
@@ -334,38 +335,6 @@ def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[E
     return [*bounds, *[Expected(x, absent, absent) for x in GRADIENTS[len(bounds) :]]][:-1]
 
 
-def fusion_options(x: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that both directions take, by torch_npu's names."""
-    names = {
-        "pse": "pse_shift", "atten_mask": "atten_mask", "keep_prob": "keep_prob",
-        "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "prefix": "prefix",
-        "actual_seq_qlen": "actual_seq_lengths_query", "actual_seq_kvlen": "actual_seq_lengths_key",
-        "sparse_mode": "sparse_mode", "pse_type": "pse_type", "q_start_idx": "q_start_idx",
-        "kv_start_idx": "kv_start_idx", "sink": "sink", "query_rope": "query_rope",
-        "key_rope": "key_rope",
-    }  # fmt: skip
-    x = with_lists(x)
-    return {theirs: x[ours] for theirs, ours in names.items() if x.get(ours) is not None}
-
-
-def torch_npu(x: dict[str, Any]) -> Any:
-    return torch.ops.npu.npu_fusion_attention_v2(
-        x["query"], x["key"], x["value"], x["num_heads"], x["layout"],
-        scale=x["scale_value"], **fusion_options(x),
-    )  # fmt: skip
-
-
-def torch_npu_grad(x: dict[str, Any]) -> Any:
-    # It draws the dropout mask of the forward once more: of so many bits.
-    bits = 8 * x["drop_mask"].numel() if x.get("drop_mask") is not None else 0
-    return torch.ops.npu.npu_fusion_attention_grad_v2(
-        x["query"], x["key"], x["value"], x["dy"], x["num_heads"], x["layout"],
-        softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"],
-        attention_in=x["attention_in"], scale_value=x["scale_value"], numels=bits,
-        **fusion_options(x),
-    )  # fmt: skip
-
-
 # One call in each layout and one of each form, with what Atlas A2 takes.
 DEVICE_CASES = [
     case
@@ -389,7 +358,8 @@ FLASH_ATTENTION_SCORE = Operator(
         expected=expected_backward,
     ),
     on_device=DEVICE_CASES.__contains__,
-    torch_npu=torch_npu,
+    # torch_npu draws a dropout mask of its own.
+    torch_npu=lambda x: torch_npu("npu_fusion_attention_v2", {**x, "drop_mask": None}),
 )
 
 FLASH_ATTENTION_SCORE_GRAD = replace(
@@ -400,7 +370,12 @@ FLASH_ATTENTION_SCORE_GRAD = replace(
     gradient=None,
     # The gradient wants a bias of one row for each batch; autograd repeats it.
     on_device=lambda case: case in DEVICE_CASES and not (case.pse == "key" and case.b > 1),
-    torch_npu=torch_npu_grad,
+    # It draws the dropout mask of the forward once more: of so many bits.
+    torch_npu=lambda x: torch_npu(
+        "npu_fusion_attention_grad_v2",
+        x,
+        numels=0 if x.get("drop_mask") is None else 8 * x["drop_mask"].numel(),
+    ),
 )
 
 OPERATORS = [FLASH_ATTENTION_SCORE, FLASH_ATTENTION_SCORE_GRAD]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from ascend_attn_ops.reference.call import Sample, with_lists
+from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.call import lengths as as_lengths
 from torch import Tensor
 
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
+from .torch_npu_calls import torch_npu
 
 
 @dataclass(frozen=True)
@@ -265,28 +267,13 @@ def build(case: InferCase, dtype: torch.dtype) -> Sample:
     return Sample("fused_infer_attention_score", f"{case.id}-{dtype}", inputs, options)
 
 
-def torch_npu(x: dict[str, Any]) -> Any:
-    x = with_lists(x)
-    same = (
-        "query_rope", "key_rope", "atten_mask", "block_table", "num_key_value_heads", "pre_tokens",
-        "next_tokens", "sparse_mode", "block_size", "inner_precise", "return_softmax_lse",
-    )  # fmt: skip
-    return torch.ops.npu.npu_fused_infer_attention_score_v2(
-        x["query"], x["key"], x["value"], num_query_heads=x["num_heads"],
-        actual_seq_qlen=x["actual_seq_lengths_query"],
-        actual_seq_kvlen=x["actual_seq_lengths_key"], learnable_sink=x.get("sink"),
-        softmax_scale=x["scale_value"], input_layout=x["layout"],
-        **{name: x[name] for name in same if name in x},
-    )  # fmt: skip
-
-
 FUSED_INFER_ATTENTION_SCORE = Operator(
     "fused_infer_attention_score",
     CASES,
     build,
     inference_only=True,
     on_device=DEVICE_CASES.__contains__,
-    torch_npu=torch_npu,
+    torch_npu=partial(torch_npu, "npu_fused_infer_attention_score_v2"),
     takes_dtensors=False,
 )
 

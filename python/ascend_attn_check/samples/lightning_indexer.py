@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from ascend_attn_ops import reference
@@ -17,6 +16,7 @@ from torch import Tensor
 from .randomness import Random
 from .record import Gradient, Operator
 from .sparse import COMPRESSED, Pages, SparseCase, indices, on_device, sized
+from .torch_npu_calls import torch_npu
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -145,27 +145,6 @@ def gradient_by_key(sample: Sample, outputs: Outputs, values: Tensor) -> Tensor:
     return d_values.to(values.device, values.dtype)
 
 
-def torch_npu(x: dict[str, Any]) -> Any:
-    return torch.ops.npu.npu_lightning_indexer(
-        x["query"], x["key"], x["weights"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"],
-        block_table=x.get("block_table"),
-        layout_query=x["layout"], layout_key=x.get("layout_key") or x["layout"],
-        sparse_count=x["sparse_count"],
-        sparse_mode=x["sparse_mode"], return_value=x["return_values"],
-    )  # fmt: skip
-
-
-def torch_npu_grad(x: dict[str, Any]) -> Any:
-    return torch.ops.npu.npu_lightning_indexer_grad(
-        x["query"], x["key"], x["d_values"], x["sparse_indices"], x["weights"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"],
-        layout=x["layout"], sparse_mode=x["sparse_mode"],
-    )  # fmt: skip
-
-
 LIGHTNING_INDEXER = Operator(
     "lightning_indexer",
     CASES + PAGED_CASES + COMPRESSED + COMPRESSED_PAGED_CASES,
@@ -180,7 +159,9 @@ LIGHTNING_INDEXER = Operator(
     ),
     on_device=on_device,
     sized=sized(heads=64, d=128),
-    torch_npu=torch_npu,
+    torch_npu=lambda x: torch_npu(
+        "npu_lightning_indexer", x, layout_key=x.get("layout_key") or x["layout"]
+    ),
 )
 
 LIGHTNING_INDEXER_GRAD = Operator(
@@ -189,7 +170,7 @@ LIGHTNING_INDEXER_GRAD = Operator(
     build_grad,
     on_device=on_device,
     sized=sized(heads=64, d=128),
-    torch_npu=torch_npu_grad,
+    torch_npu=lambda x: torch_npu("npu_lightning_indexer_grad", x, dy=x["d_values"]),
 )
 
 OPERATORS = [LIGHTNING_INDEXER, LIGHTNING_INDEXER_GRAD]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from ascend_attn_ops.reference.call import Sample, with_lists
+from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.call import lengths as as_lengths
 from torch import Tensor
 
 from .masks import INT32_MAX, compressed_mask, inference_mask, parts_of_id
 from .randomness import Random
 from .record import Operator
+from .torch_npu_calls import torch_npu
 
 
 @dataclass(frozen=True)
@@ -192,20 +194,6 @@ def build(case: PromptCase, dtype: torch.dtype) -> Sample:
     return Sample("prompt_flash_attention", f"{case.id}-{dtype}", inputs, options)
 
 
-def torch_npu(x: dict[str, Any]) -> Any:
-    x = with_lists(x)
-    scales = ("deq_scale1", "quant_scale1", "deq_scale2", "quant_scale2", "quant_offset2")
-    return torch.ops.npu.npu_prompt_flash_attention(
-        x["query"], x["key"], x["value"], atten_mask=x.get("atten_mask"),
-        actual_seq_lengths=x["actual_seq_lengths_query"],
-        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
-        **{name: x.get(name) for name in scales}, num_heads=x["num_heads"],
-        scale_value=x["scale_value"], pre_tokens=x["pre_tokens"], next_tokens=x["next_tokens"],
-        input_layout=x["layout"], num_key_value_heads=x["num_key_value_heads"],
-        sparse_mode=x["sparse_mode"],
-    )  # fmt: skip
-
-
 # One call in each layout and one of each form.
 DEVICE_CASES = [case for case in CASES if case.b > 0 and all(case.s) and max(case.s) < 300][::2]
 
@@ -215,7 +203,7 @@ PROMPT_FLASH_ATTENTION = Operator(
     build,
     inference_only=True,
     on_device=DEVICE_CASES.__contains__,
-    torch_npu=torch_npu,
+    torch_npu=partial(torch_npu, "npu_prompt_flash_attention"),
 )
 
 OPERATORS = [PROMPT_FLASH_ATTENTION]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from .randomness import Random
 from .record import Gradient, Operator
 from .sparse import Pages, SparseCase, indices, on_device, sized
+from .torch_npu_calls import torch_npu
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)))
 
@@ -181,31 +183,6 @@ def expected_backward(sample: Sample, outputs: Outputs, d_out: Tensor) -> list[E
     return [Expected(*one) for one in zip(names, exact, allowed, strict=True)]
 
 
-def torch_npu(x: dict[str, Any]) -> Any:
-    return torch.ops.npu.npu_sparse_flash_attention(
-        x["query"], x["key"], x["value"], x["sparse_indices"], x["scale_value"],
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_kv=x["actual_seq_lengths_key"],
-        query_rope=x["query_rope"], key_rope=x["key_rope"],
-        sparse_block_size=x["sparse_block_size"], block_table=x.get("block_table"),
-        layout_query=x["layout"], layout_kv=x.get("layout_kv") or x["layout"],
-        sparse_mode=x["sparse_mode"], attention_mode=2,
-        return_softmax_lse=x.get("return_softmax_lse", True),
-    )  # fmt: skip
-
-
-def torch_npu_grad(x: dict[str, Any]) -> Any:
-    return torch.ops.npu.npu_sparse_flash_attention_grad(
-        x["query"], x["key"], x["value"], x["sparse_indices"], x["d_out"], x["out"],
-        x["softmax_max"], x["softmax_sum"], x["scale_value"], x["sparse_block_size"],
-        query_rope=x["query_rope"], key_rope=x["key_rope"],
-        actual_seq_qlen=x["actual_seq_lengths_query"],
-        actual_seq_kvlen=x["actual_seq_lengths_key"],
-        layout=x["layout"], sparse_mode=x["sparse_mode"],
-        pre_tokens=2147483647, next_tokens=2147483647, attention_mode=2,
-    )  # fmt: skip
-
-
 SPARSE_FLASH_ATTENTION = Operator(
     "sparse_flash_attention",
     CASES + PAGED_CASES,
@@ -219,7 +196,12 @@ SPARSE_FLASH_ATTENTION = Operator(
     ),
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
-    torch_npu=torch_npu,
+    torch_npu=lambda x: torch_npu(
+        "npu_sparse_flash_attention",
+        x,
+        layout_kv=x.get("layout_kv") or x["layout"],
+        attention_mode=2,
+    ),
 )
 
 SPARSE_FLASH_ATTENTION_GRAD = Operator(
@@ -228,7 +210,13 @@ SPARSE_FLASH_ATTENTION_GRAD = Operator(
     build_grad,
     on_device=on_device,
     sized=sized(heads=8, d=512, rope=64, absorbed=True),
-    torch_npu=torch_npu_grad,
+    torch_npu=partial(
+        torch_npu,
+        "npu_sparse_flash_attention_grad",
+        pre_tokens=2**31 - 1,
+        next_tokens=2**31 - 1,
+        attention_mode=2,
+    ),
 )
 
 OPERATORS = [SPARSE_FLASH_ATTENTION, SPARSE_FLASH_ATTENTION_GRAD]

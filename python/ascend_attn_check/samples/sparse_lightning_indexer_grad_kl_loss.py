@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from ascend_attn_ops import reference
-from ascend_attn_ops.reference.call import Outputs, Sample, lengths, with_lists
+from ascend_attn_ops.reference.call import Outputs, Sample, lengths
 from torch import Tensor
 
 from . import sparse_flash_attention
 from .randomness import Random
 from .record import Gradient, Operator
 from .sparse import LENGTHS, SparseCase, on_device, sized
+from .torch_npu_calls import torch_npu
 
 _TND = SparseCase(layout="TND", lengths=((3, 0, 6, 0), (5, 2, 9, 0)), rope=8)
 
@@ -108,18 +109,6 @@ def scaled(sample: Sample, outputs: Outputs, d_loss: Tensor) -> Outputs:
     return tuple((d_loss * gradient).to(gradient.dtype) for gradient in outputs[:3])
 
 
-def torch_npu(x: dict[str, Any]) -> Any:
-    x = with_lists(x)
-    return torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
-        x["query"], x["key"], x["query_index"], x["key_index"], x["weights"],
-        x["sparse_indices"], x["softmax_max"], x["softmax_sum"], x["scale_value"],
-        query_rope=x["query_rope"], key_rope=x["key_rope"],
-        actual_seq_qlen=x["actual_seq_lengths_query"],
-        actual_seq_klen=x["actual_seq_lengths_key"],
-        layout=x["layout"], sparse_mode=x["sparse_mode"],
-    )  # fmt: skip
-
-
 KL_LOSS = Operator(
     "sparse_lightning_indexer_grad_kl_loss",
     CASES,
@@ -136,7 +125,7 @@ KL_LOSS = Operator(
     ),
     on_device=on_device,
     sized=sized(heads=32, d=512, rope=64, index_heads=8, index_d=128, k=1024),
-    torch_npu=torch_npu,
+    torch_npu=partial(torch_npu, "npu_sparse_lightning_indexer_grad_kl_loss"),
 )
 
 OPERATORS = [KL_LOSS]

@@ -51,14 +51,6 @@ def lengths(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
 
 
-def with_lists(arguments: dict[str, Any]) -> dict[str, Any]:
-    """With lists in place of lengths in tensors, as torch_npu takes them."""
-    return {
-        name: x.tolist() if name in LENGTHS_ON_HOST and isinstance(x, Tensor) else x
-        for name, x in arguments.items()
-    }
-
-
 def bytes_of(x: Tensor) -> Tensor:
     """The bytes of the elements, for comparisons in which a NaN equals itself."""
     # One element is contiguous with any stride.
