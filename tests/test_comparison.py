@@ -9,8 +9,9 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_check.samples import OPERATORS, Operator, as_tuple
+from ascend_attn_check.samples import OPERATORS, Operator
 from ascend_attn_ops.debug import comparison
+from ascend_attn_ops.reference.call import as_tuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

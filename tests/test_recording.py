@@ -11,10 +11,11 @@ import ascend_attn_ops as ops
 import pytest
 import torch
 from ascend_attn_check.__main__ import main
-from ascend_attn_check.samples import OPERATORS, Operator, bytes_of
+from ascend_attn_check.samples import OPERATORS, Operator
 from ascend_attn_ops._core.arguments import bytes_in
 from ascend_attn_ops.debug import recording
 from ascend_attn_ops.debug.recording import replay
+from ascend_attn_ops.reference.call import bytes_of
 from support import fresh
 from support.freed import freed
 from torch import Tensor

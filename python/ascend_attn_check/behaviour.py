@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from ascend_attn_ops.reference.call import Sample, bytes_of
 from torch import Tensor
 
 from ascend_attn_check.numbers import compare
 from ascend_attn_check.probe import PASS, Context, Outcome, Probe, Skip
-from ascend_attn_check.samples import OPERATORS, Recipe, Sample, bytes_of
+from ascend_attn_check.samples import OPERATORS, Recipe
 from ascend_attn_check.samples.flash_attention_score import FlashCase
 from ascend_attn_check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_check.samples.prompt_flash_attention import PromptCase

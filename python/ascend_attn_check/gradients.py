@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from ascend_attn_ops.reference.call import Sample, as_tuple
 from torch import Tensor
 
-from ascend_attn_check.samples import OPERATORS, Sample, as_tuple
+from ascend_attn_check.samples import OPERATORS
 
 Outputs = tuple[Tensor, ...]
 

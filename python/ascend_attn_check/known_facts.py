@@ -17,12 +17,13 @@ import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.device_limits import limits, table
 from ascend_attn_ops.reference.bounds import BOUNDS
+from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 
 from ascend_attn_check.limits import refusal_of_device
 from ascend_attn_check.numbers import compare
 from ascend_attn_check.probe import PASS, Context, Outcome, Probe, Skip
-from ascend_attn_check.samples import OPERATORS, Sample
+from ascend_attn_check.samples import OPERATORS
 from ascend_attn_check.samples.flash_attention_score import FlashCase
 from ascend_attn_check.samples.fused_infer_attention_score import InferCase
 from ascend_attn_check.samples.sparse import SparseCase

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from ascend_attn_ops._core import library
 from ascend_attn_ops._core.device_limits import limits
-from ascend_attn_ops.reference.call import LENGTHS_ON_HOST
+from ascend_attn_ops.reference.call import LENGTHS_ON_HOST, Sample, named_tensors, sample_of
 from torch import Tensor
 
 from ascend_attn_check import boundaries
 from ascend_attn_check.numbers import compare
 from ascend_attn_check.probe import Context, Outcome, Probe, Skip
-from ascend_attn_check.samples import OPERATORS, Sample, named_tensors, sample_of
+from ascend_attn_check.samples import OPERATORS
 
 SECTION = "limits"
 # Larger calls end after their first phase: the reference takes too long for them.

@@ -10,6 +10,7 @@ import torch
 from ascend_attn_ops._core.device_limits import limits
 from ascend_attn_ops.reference.bounds import BOUNDS, check
 from ascend_attn_ops.reference.bounds.expected import OF_TERMS, Expected, magnitude
+from ascend_attn_ops.reference.call import Sample, named_tensors
 from torch import Tensor
 
 from ascend_attn_check.gradients import (
@@ -19,13 +20,7 @@ from ascend_attn_check.gradients import (
 )
 from ascend_attn_check.probe import PASS, Context, Outcome, Probe
 from ascend_attn_check.results import ERROR
-from ascend_attn_check.samples import (
-    OPERATORS,
-    Operator,
-    Recipe,
-    Sample,
-    named_tensors,
-)
+from ascend_attn_check.samples import OPERATORS, Operator, Recipe
 
 SECTION = "numbers"
 HALF = (torch.bfloat16, torch.float16)

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from ascend_attn_ops._core import library
 from ascend_attn_ops._core.device_limits import Device, device_in_force, limits
-
-from ascend_attn_check.samples import Sample
+from ascend_attn_ops.reference.call import Sample
 
 Verdict = Literal["pass", "differs", "refused", "skipped", "note"]
 

@@ -9,10 +9,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from ascend_attn_ops.reference.call import Sample
 from torch.utils.flop_counter import FlopCounterMode
 
 from ascend_attn_check.probe import Context, Outcome, Probe, Skip
-from ascend_attn_check.samples import OPERATORS, Sample
+from ascend_attn_check.samples import OPERATORS
 from ascend_attn_check.samples.flash_attention_score import FlashCase
 from ascend_attn_check.samples.sparse import SparseCase
 

@@ -146,7 +146,8 @@ def differentiable_function(
 @each_recipe
 def test_gradcheck(recipe: Recipe) -> None:
     sample = recipe.make(torch.float64)
-    if not gradient_of(sample).has_differences(recipe.case):
+    # The target of these is no distribution over the selected keys.
+    if "kl_loss" in sample.operator and recipe.case.pattern in ("hole", "partial", "clamped"):
         pytest.skip("the specification states another gradient than that of the function")
     if any(x.numel() == 0 for x in sample.tensors.values()):
         pytest.skip("nothing to perturb")

@@ -8,7 +8,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_check.gradients import outputs_and_gradients
-from support.samples import OPERATORS, RECIPES, Recipe, Sample, as_tuple
+from support.samples import OPERATORS, RECIPES, Recipe, Sample, as_tuple, resized
 from support.tolerance import assert_same_bits
 from support.torch_defects import EXPORT_LOSES_STAR_ARGUMENTS
 from support.turns import by_turns, first_of_each, nightly
@@ -113,7 +113,7 @@ def check_compiled(recipe: Recipe, backend: str, resize: bool = True) -> None:
         fullgraph=True, dynamic=True, backend=backend,
     )  # fmt: skip
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for variant in (recipe, recipe.resized()) if resize else (recipe,):
+        for variant in (recipe, resized(recipe)) if resize else (recipe,):
             sample = variant.make(torch.bfloat16)
             for actual, expected in zip(
                 outputs_and_gradients(sample, call=function),
@@ -127,7 +127,7 @@ def check_compiled(recipe: Recipe, backend: str, resize: bool = True) -> None:
 @pytest.mark.parametrize("recipe", WITH_DYNAMIC_SIZES)
 def test_export_with_dynamic_sizes(recipe: Recipe) -> None:
     operator = recipe.operator.overload
-    sample, other = recipe.make(torch.bfloat16), recipe.resized().make(torch.bfloat16)
+    sample, other = recipe.make(torch.bfloat16), resized(recipe).make(torch.bfloat16)
 
     class Module(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:

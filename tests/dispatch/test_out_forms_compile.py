@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.out_forms import FORMS, OUT_RECIPES, OutCall, fill, out_call, overload, rubbish_like
-from support.samples import Operator, Recipe, Sample, as_tuple, bytes_of
+from support.samples import Operator, Recipe, Sample, as_tuple, bytes_of, resized
 from support.torch_defects import skip_unless_dynamo_traces_out
 from support.turns import first_of_each, nightly
 from torch import Tensor
@@ -59,7 +59,7 @@ def check_compiled(recipe: Recipe, backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=dynamic):
-        for variant in (recipe, recipe.resized()) if dynamic else (recipe,):
+        for variant in (recipe, resized(recipe)) if dynamic else (recipe,):
             sample = variant.make(torch.bfloat16)
             expected = sample.call(torch.ops.ascend)
             rubbish = rubbish_like(expected)

@@ -336,15 +336,12 @@ def fatal(name: str) -> list[str]:
     return [result.id, result.verdict, result.text]
 
 
-class InThisProcess:
+class InThisProcess(AbstractContextManager["InThisProcess"]):
     """In the place of check's Runner, for probes that neither crash nor hang."""
 
     def __init__(self, serve: partial[None], hang: float) -> None:
         (self._context,) = serve.args
         child.limit_memory(self._context)
-
-    def __enter__(self) -> InThisProcess:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass

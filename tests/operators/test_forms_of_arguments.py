@@ -19,12 +19,10 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 COMPRESSED = (2, 3, 4, 6, 7, 8)
 
 
-def with_lists(arguments: dict[str, Any]) -> dict[str, Any]:
-    """With lists in place of lengths in tensors."""
-    return {
-        name: x.tolist() if name in LENGTHS_ON_HOST and isinstance(x, Tensor) else x
-        for name, x in arguments.items()
-    }
+def lists(sample: Sample) -> dict[str, list[int]]:
+    """Of its lengths in tensors."""
+    given = ((name, sample.options.get(name)) for name in LENGTHS_ON_HOST)
+    return {name: x.tolist() for name, x in given if isinstance(x, Tensor)}
 
 
 def integers(recipe: Recipe) -> tuple[str, ...]:
@@ -73,18 +71,16 @@ def test_the_compressed_mask_may_be_left_out(recipe: Recipe) -> None:
 
 
 def listed(recipe: Recipe) -> tuple[str, ...]:
-    name, options = recipe.operator.name, recipe.make(torch.float16).options
-    if "list" not in getattr(torch.ops.ascend, name).overloads():
-        return (name,)
-    lists = with_lists(options)
-    return (name, *(x for x in options if lists[x] is not options[x]))
+    name = recipe.operator.name
+    has_list = "list" in getattr(torch.ops.ascend, name).overloads()
+    return (name, *(lists(recipe.make(torch.float16)) if has_list else ()))
 
 
 @parametrized(listed)
 def test_lists_are_tensors(recipe: Recipe) -> None:
     sample = recipe.make(torch.float16)
-    lists = sample.replace(**with_lists(sample.options))
-    assert_same_bits(lists.call(torch.ops.ascend), sample.call(torch.ops.ascend))
+    listed = sample.replace(**lists(sample))
+    assert_same_bits(listed.call(torch.ops.ascend), sample.call(torch.ops.ascend))
 
 
 # Lengths as a list or as a tensor, in every public function that takes them.

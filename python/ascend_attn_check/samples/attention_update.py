@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +29,6 @@ class UpdateCase:
         parts += [f"no_keys_in_{self.without_keys}"] if self.without_keys else []
         parts += [f"offset{self.offset:g}"] if self.offset else []
         return "-".join(parts)
-
-    def resized(self) -> UpdateCase:
-        return replace(self, rows=(self.rows[0] + 3, *self.rows[1:]))
 
 
 CASES = [

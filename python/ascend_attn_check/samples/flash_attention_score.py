@@ -100,11 +100,6 @@ class FlashCase:
             "TND": (sum(self.lengths[side]) + self.tail[side], heads, d),
         }[self.layout]
 
-    def resized(self) -> FlashCase:
-        if self.layout == "TND":
-            return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
-        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
-
 
 _TND = FlashCase(layout="TND", lengths=((3, 0, 6, 4), (5, 2, 9, 4)))
 # More sequences than a launch on the NPU takes. Most have no queries, which take time to compute.

@@ -115,13 +115,6 @@ class InferCase:
                 options[f"actual_seq_lengths_{name}"] = as_lengths(given)
         return options
 
-    def resized(self) -> InferCase:
-        if self.packed:
-            queries, keys = (tuple(lengths or ()) for lengths in self.lengths)
-            more = (*queries[:-1], queries[-1] + 6), (*keys[:-1], keys[-1] + 8)
-            return replace(self, lengths=more)
-        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
-
 
 _PACK = InferCase(layout="TND", lengths=((3, 0, 6, 4), (5, 2, 9, 4)))
 # A graph that vLLM pads: with queries without keys, and repeated sums.

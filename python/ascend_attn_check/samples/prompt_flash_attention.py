@@ -60,9 +60,6 @@ class PromptCase:
             self.layout, (b, heads, s, d)
         )
 
-    def resized(self) -> PromptCase:
-        return replace(self, b=self.b + 1, s=(self.s[0] + 6, self.s[1] + 8))
-
 
 _TO_INT8 = PromptCase(s=(20, 40), heads=(2, 2), d=32, output="int8")
 _FROM_INT8 = PromptCase(s=(20, 40), heads=(2, 2), d=32, inputs="int8")

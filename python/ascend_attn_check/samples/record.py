@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from ascend_attn_ops.reference.bounds import BOUNDS, Bounds
 from ascend_attn_ops.reference.bounds.expected import Expected
 from ascend_attn_ops.reference.call import Outputs, Sample
 from torch import Tensor
-
-
-class Case(Protocol):
-    """The sizes and options of a sample: all that distinguishes it, without its tensors.
-
-    One with a `layout` is compiled in each layout; all others, once.
-    """
-
-    @property
-    def id(self) -> str: ...
-
-    def resized(self) -> Case:
-        """Other sizes along the dimensions that torch.compile may treat as dynamic."""
-        ...
 
 
 def every_case(case: Any) -> bool:
@@ -59,8 +45,6 @@ class Gradient:
     stated: Callable[..., Sequence[Any]] | None = None
     # The cases that can be differentiated; the operator refuses the others.
     takes: Callable[[Any], bool] = every_case
-    # The cases whose gradient is what finite differences give.
-    has_differences: Callable[[Any], bool] = every_case
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +142,3 @@ class Recipe:
 
     def make(self, dtype: torch.dtype) -> Sample:
         return self.operator.make(self.case, dtype)
-
-    def resized(self) -> Recipe:
-        return replace(self, case=self.case.resized())

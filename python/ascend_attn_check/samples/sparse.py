@@ -107,15 +107,6 @@ class SparseCase:
         residual = None if given is None else torch.tensor(given, dtype=torch.int32)
         return {"cmp_ratio": self.ratio, "cmp_residual_key": residual}
 
-    def resized(self) -> SparseCase:
-        if self.ratio > 1 and self.residuals is None and self.lengths is None:
-            # The keys are those of the queries.
-            return replace(self, b=self.b + 1, s=(self.s[0] + 8 * self.ratio, self.s[1] + 8))
-        if self.layout == "TND":
-            return replace(self, tail=(self.tail[0] + 6, self.tail[1] + 4))
-        b = self.b if self.lengths or self.residuals else self.b + 1
-        return replace(self, b=b, s=(self.s[0] + 6, self.s[1] + 8))
-
 
 # By lengths that may be left out, as they are all tokens in BSND.
 ALL_TOKENS = {

@@ -96,15 +96,6 @@ class MlaCase:
     def query_counts(self) -> tuple[int, ...]:
         return (self.s[0],) * self.b if self.lengths is None else self.lengths[0]
 
-    def resized(self) -> MlaCase:
-        if self.layout == "TND":
-            tail = self.tail[0] + 6, self.tail[1] + 4, self.tail[2] + 5
-            return replace(self, tail=tail)
-        if self.lengths is not None:
-            return replace(self, s=(self.s[0] + 6, self.s[1] + 8, self.s[2] + 4))
-        s = self.s[0] + 6, self.s[1] + 8 * self.ratio, self.s[2] + 8
-        return replace(self, b=self.b + (self.residual is None), s=s)
-
 
 _TND = MlaCase(layout="TND", lengths=((7, 0, 3, 1), (7, 2, 3, 6), (3, 1, 1, 3)))
 _WINDOW = MlaCase(kind="swa")

@@ -119,9 +119,6 @@ KL_LOSS = Operator(
         backward=scaled,
         incoming=minus_two,
         stated=scaled,
-        # The others' target is not a distribution over the selected keys: the gradient that the
-        # specification states is not that of the loss.
-        has_differences=lambda case: case.pattern not in ("hole", "partial", "clamped"),
     ),
     on_device=on_device,
     sized=sized(heads=32, d=512, rope=64, index_heads=8, index_d=128, k=1024),
