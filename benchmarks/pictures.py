@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,77 +31,58 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 2,
     "lines.markersize": 5,
 }
-Series = Mapping[str, list[tuple[float, float]]]
 
 
-def series_of(results: Results, benchmark: str, x: str, y: str, scale: float) -> Series:
-    """Return the points of every line: figure `y`, times `scale`, against size `x`."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for by in results.cases(benchmark).values():
-        for name in LINES:
-            if y in by.get(name, {}):
-                lines.setdefault(name, []).append((by[name][x], by[name][y] * scale))
-    return lines
+@dataclass(frozen=True)
+class Picture:
+    """Panels beside each other, each with a title, a figure and its scale and unit, against `x`."""
+
+    benchmark: str
+    case: str  # the beginning of its name
+    x: str
+    x_label: str
+    size: tuple[float, float]
+    panels: tuple[tuple[str, str, float, str], ...]
+
+    def draw(self, results: Results, path: Path) -> None:
+        cases = results.cases(self.benchmark).items()
+        found = [by for case, by in cases if case.startswith(self.case)]
+        with plt.rc_context(STYLE):
+            figure, all_axes = plt.subplots(1, len(self.panels), figsize=self.size, squeeze=False)
+            for axes, (title, y, scale, y_label) in zip(all_axes[0], self.panels, strict=True):
+                for name, (label, color) in LINES.items():
+                    measured = [by[name] for by in found if y in by.get(name, {})]
+                    points = [(row[self.x], row[y] * scale) for row in measured]
+                    if points:
+                        line = zip(*points, strict=True)
+                        axes.plot(*line, marker="o", color=color, label=label)
+                set_scales(axes, sorted({row[self.x] for by in found for row in by.values()}))
+                axes.set(title=title, xlabel=self.x_label, ylabel=y_label)
+                axes.legend(frameon=False)
+            figure.tight_layout(w_pad=2.5)
+            figure.savefig(path, dpi=130)
+            plt.close(figure)
 
 
-def draw(axes: Axes, lines: Series, x_label: str, y_label: str) -> None:
-    for name, points in lines.items():
-        label, color = LINES[name]
-        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+def set_scales(axes: Axes, ticks: list[float]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
+    axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.legend(frameon=False)
 
 
-def training_step(results: Results, path: Path) -> None:
-    with plt.rc_context(STYLE):
-        figure, (time, memory) = plt.subplots(1, 2, figsize=(11, 4.4))
-        tokens = "tokens of the sequence"
-        draw(
-            time,
-            series_of(results, "training_step", "tokens", "seconds", 1),
-            tokens,
-            "seconds of a training step",
-        )
-        time.set_title("Time")
-        draw(
-            memory,
-            series_of(results, "training_step", "tokens", "bytes", 1e-6),
-            tokens,
-            "MB that a step adds at its peak",
-        )
-        memory.set_title("Memory")
-        figure.tight_layout(w_pad=2.5)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
-
-
-def decode(results: Results, path: Path) -> None:
-    alone = Results(
-        rows={
-            key: figures
-            for key, figures in results.rows.items()
-            if key[0] == "sparse_decode" and figures.get("batch") == 1
-        }
-    )
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.6, 4.4))
-        draw(
-            axes,
-            series_of(alone, "sparse_decode", "keys", "seconds", 1e3),
-            "keys of the sequence",
-            "milliseconds of a layer, per token",
-        )
-        axes.set_title("One decoded token")
-        figure.tight_layout()
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
-
-
-PICTURES = {"training_step.png": training_step, "decode.png": decode}
+PICTURES = {
+    "training_step.png": Picture(
+        "training_step", "", "tokens", "tokens of the sequence", (11, 4.4),
+        (
+            ("Time", "seconds", 1, "seconds of a training step"),
+            ("Memory", "bytes", 1e-6, "MB that a step adds at its peak"),
+        ),
+    ),
+    "decode.png": Picture(
+        "sparse_decode", "B=1 ", "keys", "keys of the sequence", (6.6, 4.4),
+        (("One decoded token", "seconds", 1e3, "milliseconds of a layer, per token"),),
+    ),
+}  # fmt: skip

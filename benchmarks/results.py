@@ -36,17 +36,13 @@ class Results:
     def cpu(self) -> str:
         return str(self.about["machine"]["cpu"])
 
-    def measured(self, benchmark: str) -> bool:
-        return any(name == benchmark for name, _, _ in self.rows)
-
-    def cases(self, benchmark: str) -> dict[str, dict[str, Figures]]:
-        """Return the figures of a benchmark by case and implementation, in the order measured."""
+    def cases(self, *benchmarks: str) -> dict[str, dict[str, Figures]]:
+        """Return the figures of benchmarks by case and implementation, in the order measured."""
         found: dict[str, dict[str, Figures]] = {}
-        for (name, case, implementation), figures in self.rows.items():
-            if name == benchmark:
-                found.setdefault(case, {})[implementation] = figures
-        if not found:
-            raise SystemExit(f"no results of benchmarks/{benchmark}.py")
+        for benchmark in benchmarks:
+            for (name, case, implementation), figures in self.rows.items():
+                if name == benchmark:
+                    found.setdefault(case, {})[implementation] = figures
         return found
 
 

@@ -17,9 +17,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from processors import COMPARED
 from results import Results, load, of_processor, save
-from tables import NOT_MEASURED, TABLES
+from tables import NOT_MEASURED, TABLES, Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
@@ -33,12 +32,12 @@ def pages() -> dict[Path, str]:
     return {path: text for path, text in texts.items() if "<!-- bench: " in text}
 
 
-def table(name: str, machines: Sequence[Results]) -> str:
-    if name in COMPARED:
-        return COMPARED[name](machines)
+def text_of(name: str, machines: Sequence[Results]) -> str:
+    table = TABLES[name]
+    if not isinstance(table, Table):
+        return table(machines)
     for results in machines:
-        text = TABLES[name](results)
-        if text != NOT_MEASURED:
+        if text := table.text(results):
             first = results is machines[0]
             return text if first else f"Measured on {results.cpu}:\n\n{text}"
     return NOT_MEASURED
@@ -48,7 +47,7 @@ def with_tables(page: str, machines: Sequence[Results]) -> str:
     """Return the text of a page with new tables in their places."""
     if page.count("<!-- bench: ") != len(PLACE.findall(page)):
         raise ValueError("a table without an end")
-    return PLACE.sub(lambda place: f"{place[1]}{table(place[2], machines)}\n{place[3]}", page)
+    return PLACE.sub(lambda place: f"{place[1]}{text_of(place[2], machines)}\n{place[3]}", page)
 
 
 def main() -> None:
@@ -68,8 +67,8 @@ def main() -> None:
         path.write_text(page, encoding="utf-8")
     from pictures import PICTURES  # needs matplotlib, unlike the tables
 
-    for name, draw in PICTURES.items():
-        draw(machines[0], ROOT / "docs" / "images" / name)
+    for name, picture in PICTURES.items():
+        picture.draw(machines[0], ROOT / "docs" / "images" / name)
     save(RESULTS, machines)
 
 

@@ -46,8 +46,6 @@ def test_a_row_that_is_measured_again_replaces_the_first(tmp_path: Path) -> None
     assert row == {"seconds": 0.12346, "gflops": 40, "peak_gflops": 80}
     # A row a line.
     assert len(results.rows) == 4 == path.read_text().count('\n{"benchmark": ')
-    with pytest.raises(SystemExit, match=r"no results of benchmarks/sparse_decode\.py"):
-        results.cases("sparse_decode")
 
 
 def test_what_is_slower_is_named(
@@ -90,15 +88,15 @@ def test_what_is_slower_is_named(
 def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
     """Figures that the first processor lacks come from another one, or are said to be missing."""
     from results import Results, load
-    from tables import NOT_MEASURED, readme, serving
-    from write_tables import with_tables
+    from tables import NOT_MEASURED
+    from write_tables import text_of, with_tables
 
     path = tmp_path / "results.json"
     record(path)
     (here,) = load(path)
     page = "before\n<!-- bench: {} -->\nold\n<!-- bench end -->\nafter\n"
     written = with_tables(page.format("readme"), [here])
-    assert written == page.format("readme").replace("old", readme(here))
+    assert written == page.format("readme").replace("old", text_of("readme", [here]))
     assert with_tables(written, [here]) == written
     assert "| `sparse_flash_attention` | 100 | 50% | \N{EN DASH} | 2.5x |" in written
     keys = (
@@ -108,8 +106,8 @@ def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
     other = Results({"machine": {"cpu": "Another"}}, {key: {"seconds": 0.002} for key in keys})
     for machines, shown in (
         ([here], NOT_MEASURED),
-        ([here, other], f"Measured on Another:\n\n{serving(other)}"),
-        ([other, here], serving(other)),
+        ([here, other], f"Measured on Another:\n\n{text_of('serving', [other])}"),
+        ([other, here], text_of("serving", [other])),
     ):
         written = with_tables(page.format("serving"), machines)
         assert written == page.format("serving").replace("old", shown)
@@ -119,7 +117,6 @@ def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
 
 def test_the_docs_are_those_of_the_committed_results() -> None:
     """Nobody has edited a table by hand, and every table has a place."""
-    from processors import COMPARED
     from results import load
     from tables import TABLES
     from write_tables import PLACE, RESULTS, pages, with_tables
@@ -129,7 +126,7 @@ def test_the_docs_are_those_of_the_committed_results() -> None:
     for path, page in pages().items():
         assert with_tables(page, machines) == page, f"{path}: python benchmarks/write_tables.py"
         used |= {name for _, name, _ in PLACE.findall(page)}
-    assert used == {*TABLES, *COMPARED}
+    assert used == {*TABLES}
 
 
 def test_where_one_becomes_faster() -> None:
