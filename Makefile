@@ -116,9 +116,8 @@ mutants: .venv/test .venv-npu/ready
 BENCH_RESULTS := out/bench.json
 BENCH_OPTIONS = --json $(BENCH_RESULTS) $(if $(ROUNDS),--rounds $(ROUNDS))
 CPU_BENCHMARKS := sparse_flash_attention sparse_flash_mla lightning_indexer sparse_decode flash_attention_score \
-	sinks_and_ropes dense_decode prompt_flash_attention fused_infer_attention_score \
-	scatter_pa_kv_cache products call_overhead dtensor_call threads training_step \
-	transformers_training
+	sinks_and_ropes prompt_flash_attention fused_infer_attention_score scatter_pa_kv_cache \
+	call_overhead dtensor_call threads training_step transformers_training
 NPU_BENCHMARKS := host_time simulated_operators
 
 bench: build-npu .venv/test

@@ -20,7 +20,6 @@ NOT_MEASURED = "Not measured yet: run the benchmark below."
 # Names of results that the tables spell out.
 SPELT_OUT = {
     "forward+backward": "forward + backward",
-    "baseline": "128 bits", "avx2": "256 bits, AVX2", "avx512": "512 bits, AVX512",
     "training step": "training step, ms",
 }  # fmt: skip
 
@@ -46,10 +45,6 @@ def microseconds(name: str = "") -> Cell:
 
 def share_of_peak(name: str = "") -> Cell:
     return cell(lambda x: f"{x['gflops'] / x['peak_gflops']:.0%}", name)
-
-
-def gflops(name: str) -> Cell:
-    return cell(lambda x: f"{x['gflops']:.0f}", name)
 
 
 def takes(name: str = "", beside: str = "ours", digits: int = 1) -> Cell:
@@ -281,14 +276,6 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
             "joined in the call takes": takes("joined in the call", digits=2),
         },
     ),
-    "dense_decode": Table(
-        "dense_decode", r"(.*), keys=(\d+)", {"sizes": "{0}"},
-        {
-            "ours, ms": ms(), "SDPA takes": takes("torch SDPA"),
-            "one reading of keys and values, ms": ms("limit"),
-        },
-        numbers={"keys": "{1}"},
-    ),
     "prefill": Table(
         "prompt_flash_attention", "(.*)", {"prompts": "{0}"},
         {**OURS, "SDPA takes": takes("torch SDPA")}, needs="torch SDPA",
@@ -302,13 +289,6 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
             "bfloat16, `prompt_flash_attention` takes": takes("ours, bfloat16"),
         },
         needs="ours, bfloat16",
-    ),
-    "products": Table(
-        "products", r"(.*), (\w+)", {"vectors": "{1}", "product": "{0}"},
-        {
-            "ours": gflops("ours"), "three plain loops": gflops("three loops"),
-            "torch.mm": gflops("torch.mm"), "the limit of the vector unit": gflops("limit"),
-        },
     ),
     "scatter": Table(
         "scatter_pa_kv_cache", "(.*), (.*), (.*)", {"layout": "{0}", "": "{1}"},
