@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import ascend_attn_ops
 import torch
-from harness import causal_selection
+from harness import causal_selection, name_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -198,7 +198,7 @@ def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 def report(
     operator: str, dtype: torch.dtype, exact: Sequence[Exact], results: dict[str, Results]
 ) -> None:
-    print(f"{operator}, {str(dtype).removeprefix('torch.')}: |error| / A, max and mean")
+    print(f"{operator}, {name_of(dtype)}: |error| / A, max and mean")
     for number, one in enumerate(exact):
         row = f"    {one.name:14}"
         for name, outputs in results.items():

@@ -9,34 +9,19 @@ calls that are compared alternate.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import ascend_attn_ops
 import torch
 from ascend_attn_ops import flash_attn
-from harness import Call, recorder
-from results import parser
+from harness import Benchmark, Call, interleaved
 
 CALLS = 100  # of a batch
 BATCHES = 400
 
 
-def microseconds(call: Call, batches: int) -> float:
-    """Return the microseconds per call in the fastest batch."""
-    return alternating(call, batches=batches)[0]
-
-
-def alternating(*calls: Call, batches: int) -> list[float]:
-    """Return the same of several calls, whose batches alternate."""
-    fastest = [float("inf")] * len(calls)
-    for _ in range(batches):
-        for index, call in enumerate(calls):
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            fastest[index] = min(fastest[index], time.perf_counter() - start)
-    return [seconds / CALLS * 1e6 for seconds in fastest]
+def fastest(calls: dict[str, Call], batches: int) -> dict[str, float]:
+    return interleaved(calls, batches, count=CALLS, of=min)
 
 
 def names_of_flash_attn() -> dict[str, tuple[Call, Call]]:
@@ -65,8 +50,7 @@ def names_of_flash_attn() -> dict[str, tuple[Call, Call]]:
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=BATCHES).parse_args()
-    record = recorder("call_overhead", arguments.json)
+    run = Benchmark(__file__, __doc__, rounds=BATCHES)
     torch.set_num_threads(1)
     x = torch.randn(1, 1, 1, 4)
     index = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
@@ -85,19 +69,11 @@ def main() -> None:
         "torch, scaled_dot_product_attention": partial(attention, x, x, x),
         "torch, empty": partial(torch.empty, 3),
     }
-    with ascend_attn_ops.limits(None):
-        for name, call in calls.items():
-            time_of_one = microseconds(call, arguments.rounds)
-            print(f"{name:40} {time_of_one:6.1f} us")
-            implementation = name if name.startswith("torch") else "ours"
-            record.add(name, implementation, seconds=time_of_one / 1e6)
-    print(f"\n{'':40} {'operator':>9} {'the name':>9} {'adds':>5}")
+    for name, seconds in fastest(calls, run.rounds).items():
+        run.show(name, {"torch" if name.startswith("torch") else "ours": seconds})
     for name, (operator_call, call) in names_of_flash_attn().items():
-        operator_time, time_by_name = alternating(operator_call, call, batches=arguments.rounds)
-        adds = time_by_name - operator_time
-        print(f"{name:40} {operator_time:9.1f} {time_by_name:9.1f} {adds:5.1f} us")
-        record.add(name, "ours, operator", seconds=operator_time / 1e6)
-        record.add(name, "ours, by name", seconds=time_by_name / 1e6)
+        both: dict[str, Call] = {"ours, operator": operator_call, "ours, by name": call}
+        run.show(name, fastest(both, run.rounds))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ import ascend_attn_ops
 import torch
 import torch.distributed as dist
 from ascend_attn_ops.distributed import enable_dtensor
-from call_overhead import BATCHES, microseconds
-from harness import recorder
-from results import parser
+from call_overhead import BATCHES, fastest
+from harness import Benchmark, Call
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -34,8 +33,7 @@ def forward_and_backward(*tensors: Tensor) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=BATCHES).parse_args()
-    record = recorder("dtensor_call", arguments.json)
+    run = Benchmark(__file__, __doc__, rounds=BATCHES)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
@@ -57,7 +55,7 @@ def main() -> None:
         in_placements=(heads, replicated, replicated, replicated),
         device_mesh=mesh,
     )
-    calls = {
+    calls: dict[str, Call] = {
         "plain tensors": partial(_ATTENTION, *plain),
         "DTensors, the decision made": partial(_ATTENTION, *dtensors),
         "the plain call in local_map": partial(mapped, *dtensors),
@@ -65,14 +63,11 @@ def main() -> None:
     for name, tensors in {"plain tensors": plain, "DTensors": dtensors}.items():
         leaf = tensors[0].detach().requires_grad_()
         calls[f"{name}, forward and backward"] = partial(forward_and_backward, leaf, *tensors[1:])
-    with ascend_attn_ops.limits(None):
-        start = time.perf_counter()
-        _ATTENTION(*dtensors)
-        each = {"DTensors, the first call, which decides": (time.perf_counter() - start) * 1e6}
-        each |= {name: microseconds(call, arguments.rounds) for name, call in calls.items()}
-    for name, time_of_one in each.items():
-        print(f"{name:44} {time_of_one:6.1f} us")
-        record.add(name, "ours", seconds=time_of_one / 1e6)
+    start = time.perf_counter()
+    _ATTENTION(*dtensors)
+    run.show("DTensors, the first call, which decides", {"ours": time.perf_counter() - start})
+    for name, seconds in fastest(calls, run.rounds).items():
+        run.show(name, {"ours": seconds})
     dist.destroy_process_group()
 
 

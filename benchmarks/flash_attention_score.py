@@ -10,14 +10,13 @@ pairs that the mask keeps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import ascend_attn_ops
 import torch
 from ascend_attn_ops._core.sparse_modes import sparse_mode_mask
-from harness import Call, Row, extra_memory, measure, recorder, report
-from results import parser
+from harness import Benchmark, Call, heads_of, name_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -36,21 +35,15 @@ class Shape:
     next_tokens: int = ALL_TOKENS
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         mask = {None: "full", 3: "causal"}.get(self.sparse_mode, f"band of {self.pre_tokens}")
-        heads = self.heads[0] if len(set(self.heads)) == 1 else f"{self.heads[0]}/{self.heads[1]}"
+        heads, dtype = heads_of(*self.heads), name_of(self.dtype)
         return f"S={self.tokens} N={heads} D={self.d} {dtype} {mask}"
 
     def kept(self) -> Tensor | None:
         if self.sparse_mode is None:
             return None
-        return sparse_mode_mask(
-            self.sparse_mode,
-            self.tokens,
-            self.tokens,
-            pre_tokens=self.pre_tokens,
-            next_tokens=self.next_tokens,
-        )
+        sizes = self.sparse_mode, self.tokens, self.tokens
+        return sparse_mode_mask(*sizes, pre_tokens=self.pre_tokens, next_tokens=self.next_tokens)
 
     def flops(self, products: int) -> int:
         kept = self.kept()
@@ -69,15 +62,9 @@ class Shape:
 def ours(shape: Shape) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ascend_attn_ops.flash_attention_score(
-            q,
-            k,
-            v,
-            num_heads=shape.heads[0],
-            layout="BNSD",
-            sparse_mode=shape.sparse_mode or 0,
-            pre_tokens=shape.pre_tokens,
-            next_tokens=shape.next_tokens,
-        )[0]
+            q, k, v, num_heads=shape.heads[0], layout="BNSD", sparse_mode=shape.sparse_mode or 0,
+            pre_tokens=shape.pre_tokens, next_tokens=shape.next_tokens,
+        )[0]  # fmt: skip
 
     return attention
 
@@ -113,12 +100,6 @@ def call_of(make: Callable[[Shape], Attention], shape: Shape, backward: bool) ->
     return lambda: torch.autograd.grad(attention(*inputs), inputs, d_out)
 
 
-def warm_call(make: Callable[[Shape], Attention], shape: Shape, backward: bool) -> Call:
-    """Prepare a call in a fresh process, which has loaded libraries and generated code."""
-    call_of(make, replace(shape, tokens=64), backward)()
-    return call_of(make, shape, backward)
-
-
 SHAPES = [
     Shape(),
     Shape(sparse_mode=None),
@@ -129,33 +110,16 @@ SHAPES = [
 ]
 
 
-def rows(shape: Shape, rounds: int) -> list[Row]:
-    result = []
-    for backward, name, products in ((False, "forward", 2), (True, "forward+backward", 7)):
-        peers = {"torch SDPA": torch_sdpa, "torch formula": formula}
-        result += measure(
-            f"{shape}, {name}",
-            call_of(ours, shape, backward),
-            {peer: call_of(make, shape, backward) for peer, make in peers.items()},
-            shape.flops(products),
-            rounds,
-            dtype=shape.dtype,
-        )
-    return result
-
-
 def main() -> None:
-    arguments = parser(__doc__, rounds=5).parse_args()
-    record = recorder("flash_attention_score", arguments.json)
-    report(record, [row for shape in SHAPES for row in rows(shape, arguments.rounds)])
-    print("\nExtra memory at the peak of one call, outputs included (MiB)")
-    for backward, step in ((False, "forward"), (True, "forward+backward")):
-        makes = {"ours": ours, "torch SDPA": torch_sdpa, "torch formula": formula}
-        for name, make in makes.items():
-            extra = extra_memory(partial(warm_call, make, Shape(), backward))
-            case = f"{Shape()}, {step}"
-            print(f"{f'{case}, {name}':64} {extra / 2**20:9.1f}")
-            record.add(case, name, bytes=extra)
+    run = Benchmark(__file__, __doc__, rounds=5)
+    for shape in SHAPES:
+        for backward, name, products in ((False, "forward", 2), (True, "forward+backward", 7)):
+            peers = {"torch SDPA": torch_sdpa, "torch formula": formula}
+            run.measure(
+                f"{shape}, {name}", call_of(ours, shape, backward),
+                {peer: call_of(make, shape, backward) for peer, make in peers.items()},
+                shape.flops(products), shape.dtype,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 
 import ascend_attn_ops
 import torch
-from harness import PEAK_SIZE, Call, interleaved_medians, peak_product, read, recorder
-from results import parser
+from harness import PEAK_SIZE, Benchmark, Call, interleaved, peak_product, read
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-COLUMNS = ("ours", "torch SDPA", "reading", "products")
 
 
 class Case(NamedTuple):
@@ -71,7 +68,7 @@ def share_of_peak(case: Case) -> float:
     return rows * kept * (2 * case.size + case.rope) / PEAK_SIZE**3
 
 
-def measure(case: Case, rounds: int) -> dict[str, float]:
+def calls(case: Case) -> dict[str, Call]:
     torch.manual_seed(0)
     query = torch.randn(case.batch, case.queries, case.heads, case.size).bfloat16()
     key, value = case.keys_of(case.size), case.keys_of(case.size)
@@ -99,37 +96,25 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
         keep = torch.ones(case.queries, case.keys, dtype=torch.bool)
         causal = {"attn_mask": keep.tril(case.keys - case.queries)}
     gqa = case.heads != case.key_heads
-    calls: dict[str, Call] = {
+    found: dict[str, Call] = {
         "ours": partial(ascend_attn_ops.fused_infer_attention_score, query, key, value, **options),
         "reading": partial(read, key, value),
         "products": peak_product(),
     }
     # With 128 heads for one key head, SDPA takes half a minute for a call.
     if not case.rope:
-        calls["torch SDPA"] = partial(
+        found["torch SDPA"] = partial(
             scaled_dot_product_attention, q, k, v, enable_gqa=gqa, **causal
         )
-    seconds = interleaved_medians(calls, rounds)
-    return {**seconds, "products": seconds["products"] * share_of_peak(case)}
-
-
-def milliseconds(seconds: dict[str, float], name: str) -> str:
-    return f"{seconds[name] * 1e3:12.2f}" if name in seconds else f"{'-':>12}"
+    return found
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=7).parse_args()
-    record = recorder("fused_infer_attention_score", arguments.json)
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16; milliseconds\n"
-        f"{'':56}" + "".join(f"{name:>12}" for name in COLUMNS)
-    )
-    with ascend_attn_ops.limits(None):
-        for case in CASES:
-            seconds = measure(case, arguments.rounds)
-            for name, time in seconds.items():
-                record.add(str(case), name, seconds=time)
-            print(f"{case!s:56}" + "".join(milliseconds(seconds, x) for x in COLUMNS))
+    run = Benchmark(__file__, __doc__, rounds=7)
+    for case in CASES:
+        seconds = interleaved(calls(case), run.rounds)
+        seconds["products"] *= share_of_peak(case)
+        run.show(str(case), seconds)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import ascend_attn_ops
 import torch
 from results import Recorder
 from torch import Tensor
@@ -25,10 +27,6 @@ SLOW = 20
 THREADS = torch.get_num_threads()
 
 
-def recorder(benchmark: str, path: Path | None) -> Recorder:
-    return Recorder(benchmark, path, THREADS)
-
-
 def causal_selection(tokens: int, selected: int) -> Tensor:
     """Return (1, S, 1, K): K distinct random keys up to each token's own, or all of them and -1."""
     indices = torch.full((1, tokens, 1, selected), -1, dtype=torch.int32)
@@ -38,24 +36,12 @@ def causal_selection(tokens: int, selected: int) -> Tensor:
     return indices
 
 
-@dataclass(frozen=True)
-class Row:
-    """The median time of one implementation, compared with ours and with the machine."""
-
-    case: str
-    implementation: str
-    seconds: float
-    times_ours: float
-    gflops: float
-    peak_gflops: float  # of `peak_product`, timed in turn with the others
-
-
 @cache
 def product_seconds() -> dict[torch.dtype, float]:
     """Return the time of a small product of torch in bfloat16 and in float32."""
     operands = {dtype: torch.ones(512, 512, dtype=dtype) for dtype in (torch.bfloat16, torch.float)}
     calls = {str(dtype): partial(torch.mm, x, x) for dtype, x in operands.items()}
-    return dict(zip(operands, interleaved_medians(calls, 3).values(), strict=True))
+    return dict(zip(operands, interleaved(calls, 3).values(), strict=True))
 
 
 def peak_dtype() -> torch.dtype:
@@ -70,6 +56,21 @@ def peak_product() -> Call:
     return partial(torch.mm, a, b)
 
 
+def kept(indices: Tensor, keys: int) -> Tensor:
+    """Return selected keys, (S, K) with -1 for none, as a mask of all keys."""
+    # An extra last column takes the padding.
+    columns = torch.where(indices < 0, keys, indices).long()
+    return torch.zeros(len(indices), keys + 1, dtype=torch.bool).scatter_(1, columns, True)[:, :-1]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def heads_of(query_heads: int, key_heads: int) -> str:
+    return str(query_heads) if query_heads == key_heads else f"{query_heads}/{key_heads}"
+
+
 def read(*tensors: Tensor) -> list[Tensor]:
     """Read tensors once, which no operator on them can do faster."""
     return [x.view(torch.int64).sum() for x in tensors]
@@ -81,36 +82,20 @@ def torch_is_slow(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and seconds[torch.bfloat16] > SLOW * seconds[torch.float]
 
 
-def measure(
-    case: str,
-    ours: Call,
-    others: Mapping[str, Call],
-    products: int,
-    rounds: int = 5,
+def interleaved(
+    calls: Mapping[str, Call],
+    rounds: int,
     *,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[Row]:
-    """Time implementations of one operator that needs `products` floating-point operations.
-
-    Torch's are left out where torch is slow in `dtype`.
-    """
-    if torch_is_slow(dtype):
-        others = {name: call for name, call in others.items() if not name.startswith("torch")}
-    calls = {"ours": ours, **others, "peak": peak_product()}
-    seconds = interleaved_medians(calls, rounds)
-    peak = 2 * PEAK_SIZE**3 / seconds.pop("peak") / 1e9
-    return [
-        Row(case, name, time, time / seconds["ours"], products / time / 1e9, peak)
-        for name, time in seconds.items()
-    ]
-
-
-def interleaved_medians(
-    calls: Mapping[str, Call], rounds: int, warm: bool = False
+    count: int = 1,
+    warm: bool = False,
+    between: Call = lambda: None,
+    of: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Return the median seconds of each call, interleaved so that all see the same machine.
+    """Return the seconds of each call, interleaved so that all see the same machine.
 
-    Each is called once before, unless the calls are `warm`.
+    Each is called once before, unless the calls are `warm`. A round times `count` calls of each;
+    `of` the rounds, their median counts, or the fastest of short ones, which ran undisturbed.
+    The time of `between`, before each round, does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     if not warm:
@@ -118,30 +103,75 @@ def interleaved_medians(
             call()
     for _ in range(rounds):
         for name, call in calls.items():
+            between()
             start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+            for _ in range(count):
+                call()
+            seconds[name].append((time.perf_counter() - start) / count)
+    return {name: of(times) for name, times in seconds.items()}
 
 
-def report(record: Recorder, rows: Sequence[Row]) -> None:
-    """Print the rows as a table, and record them."""
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    matmul = f"{str(peak_dtype()).removeprefix('torch.')} matmul"
-    print(f"{'':64} {'ms':>9} {'x ours':>7} {'GFLOP/s':>8} {matmul:>15} {'share':>6}")
-    for row in rows:
-        print(
-            f"{row.case + ', ' + row.implementation:64} {row.seconds * 1e3:9.1f} "
-            f"{row.times_ours:7.1f} {row.gflops:8.0f} {row.peak_gflops:15.0f} "
-            f"{row.gflops / row.peak_gflops:6.0%}"
+class Benchmark(Recorder):
+    """One run of a benchmark: its options, its calls without limits, and its results.
+
+    `options` are those beside `--rounds` and `--json`, with their defaults.
+    """
+
+    def __init__(self, file: str, doc: str | None, rounds: int, **options: Any) -> None:
+        parser = argparse.ArgumentParser(
+            description=(doc or "").split("\n\n")[0],
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        record.add(
-            row.case,
-            row.implementation,
-            seconds=row.seconds,
-            gflops=row.gflops,
-            peak_gflops=row.peak_gflops,
-        )
+        parser.add_argument("--rounds", type=int, default=rounds, help="timings of each")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to it")
+        for name, value in options.items():
+            several = "+" if isinstance(value, list) else None
+            parser.add_argument(
+                f"--{name}", type=int, nargs=several, default=value, help="(%(default)s)"
+            )
+        self.options = parser.parse_args()
+        self.rounds: int = self.options.rounds
+        super().__init__(Path(file).stem, self.options.json, THREADS)
+        ascend_attn_ops.set_limits(None)
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+
+    def show(self, case: str, seconds: Mapping[str, float], **figures: float) -> None:
+        """Print a line, in milliseconds and as multiples of the first, and record its rows."""
+        first = next(iter(seconds.values()))
+        cells = [f"{name} {x * 1e3:.4g} ms, {x / first:.2f}x" for name, x in seconds.items()]
+        print(f"{case:56} {'; '.join(cells)}", flush=True)
+        for name, x in seconds.items():
+            self.add(case, name, seconds=x, **figures)
+
+    def add_to_all(self, case: str, figure: str, values: Mapping[str, float]) -> None:
+        """Print one more figure of each implementation, and record it."""
+        print(f"{figure:>56} {', '.join(f'{name} {x:.4g}' for name, x in values.items())}")
+        for name, x in values.items():
+            self.add(case, name, **{figure: x})
+
+    def time(self, case: str, calls: Mapping[str, Call], **options: Any) -> None:
+        self.show(case, interleaved(calls, self.rounds, **options))
+
+    def measure(
+        self,
+        case: str,
+        ours: Call,
+        others: Mapping[str, Call],
+        products: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Time implementations of one operator that needs `products` floating-point operations.
+
+        Torch's are left out where torch is slow in `dtype`.
+        """
+        if torch_is_slow(dtype):
+            others = {name: call for name, call in others.items() if not name.startswith("torch")}
+        seconds = interleaved({"ours": ours, **others, "peak": peak_product()}, self.rounds)
+        peak = 2 * PEAK_SIZE**3 / seconds.pop("peak") / 1e9
+        reached = {name: products / x / 1e9 for name, x in seconds.items()}
+        self.show(case, seconds)
+        self.add_to_all(case, "gflops", reached)
+        self.add_to_all(case, "peak_gflops", dict.fromkeys(reached, peak))
 
 
 def process_memory(field: str) -> int:
@@ -152,15 +182,17 @@ def process_memory(field: str) -> int:
     raise RuntimeError(f"no {field} in /proc/self/status")
 
 
-def _measure(make: Callable[[], Call]) -> int:
+def _measure(make: Callable[[], Call], threads: int) -> int:
+    torch.set_num_threads(threads)
+    ascend_attn_ops.set_limits(None)
     call = make()
     # Memory that make() has freed would be reused without being counted.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before = process_memory("VmRSS")
-    kept = call()
+    result = call()
     extra = process_memory("VmHWM") - before
-    del kept
+    del result
     return extra
 
 
@@ -171,4 +203,4 @@ def extra_memory(make: Callable[[], Call]) -> int:
     or a partial of one.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(_measure, make).result()
+        return process.submit(_measure, make, torch.get_num_threads()).result()

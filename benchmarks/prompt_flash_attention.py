@@ -10,15 +10,13 @@ the mask keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import ascend_attn_ops
 import torch
-from harness import Call, Row, extra_memory, measure, recorder, report
-from results import parser
+from harness import Benchmark, Call, heads_of, name_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -36,9 +34,8 @@ class Prompts:
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        heads = self.heads[0] if len(set(self.heads)) == 1 else f"{self.heads[0]}/{self.heads[1]}"
+        heads, dtype = heads_of(*self.heads), name_of(self.dtype)
         lengths = "+".join(map(str, self.lengths))
-        dtype = str(self.dtype).removeprefix("torch.")
         return f"S={lengths} N={heads} D={self.d} {dtype} {'causal' if self.causal else 'full'}"
 
     @property
@@ -85,14 +82,10 @@ def torch_sdpa(prompts: Prompts) -> Call:
     q, k, v = prompts.inputs()
     kept = prompts.kept() if prompts.padded else None
     return partial(
-        scaled_dot_product_attention,
-        q,
-        k,
-        v,
-        attn_mask=kept,
+        scaled_dot_product_attention, q, k, v, attn_mask=kept,
         is_causal=prompts.causal and kept is None,
         enable_gqa=prompts.heads[0] != prompts.heads[1],
-    )
+    )  # fmt: skip
 
 
 def ours_int8(prompts: Prompts) -> Call:
@@ -112,12 +105,9 @@ def ours_quantizing(prompts: Prompts) -> Call:
 
 def ours_training(prompts: Prompts) -> Call:
     return partial(
-        ascend_attn_ops.flash_attention_score,
-        *prompts.inputs(),
-        num_heads=prompts.heads[0],
-        layout="BNSD",
-        sparse_mode=2 if prompts.causal else 0,
-    )
+        ascend_attn_ops.flash_attention_score, *prompts.inputs(), num_heads=prompts.heads[0],
+        layout="BNSD", sparse_mode=2 if prompts.causal else 0,
+    )  # fmt: skip
 
 
 RIGHT_PADDED = tuple(TOKENS * quarter // 4 for quarter in (1, 2, 3, 4))
@@ -135,46 +125,18 @@ CASES = [
 ]
 
 
-def rows(prompts: Prompts, rounds: int) -> list[Row]:
-    peers = {"torch SDPA": torch_sdpa(prompts)}
-    return measure(str(prompts), ours(prompts), peers, prompts.flops(), rounds, dtype=prompts.dtype)
-
-
-INT8_CASES = [
-    Prompts(),
-    Prompts(causal=False),
-    Prompts(heads=(32, 8)),
-    Prompts(RIGHT_PADDED, heads=(4, 4)),
-]
-
-
-def int8_rows(prompts: Prompts, rounds: int) -> list[Row]:
-    ways = {"ours, from bfloat16": ours_quantizing(prompts), "ours, bfloat16": ours(prompts)}
-    if not prompts.padded:
-        ways["ours, flash_attention_score"] = ours_training(prompts)
-    case = str(replace(prompts, dtype=torch.int8))
-    return measure(case, ours_int8(prompts), ways, prompts.flops(), rounds)
-
-
-def warm_call(make: Callable[[Prompts], Call], prompts: Prompts) -> Call:
-    """Prepare a call in a fresh process, which has loaded libraries and generated code."""
-    make(replace(prompts, lengths=(64,) * len(prompts.lengths)))()
-    return make(prompts)
+INT8_CASES = [*CASES[:3], CASES[4]]
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=5).parse_args()
-    record = recorder("prompt_flash_attention", arguments.json)
-    report(record, [row for prompts in CASES for row in rows(prompts, arguments.rounds)])
-    print("\nint8 inputs, float16 output; the same prompts in bfloat16")
-    report(record, [row for prompts in INT8_CASES for row in int8_rows(prompts, arguments.rounds)])
-    print("\nExtra memory at the peak of one call, outputs included (MiB)")
-    for prompts in (CASES[0], CASES[4]):
-        makes = {"ours": ours, "ours, int8": ours_int8, "torch SDPA": torch_sdpa}
-        for name, make in makes.items():
-            extra = extra_memory(partial(warm_call, make, prompts))
-            print(f"{f'{prompts}, {name}':64} {extra / 2**20:9.1f}")
-            record.add(str(prompts), name, bytes=extra)
+    run = Benchmark(__file__, __doc__, rounds=5)
+    for x in CASES:
+        run.measure(str(x), ours(x), {"torch SDPA": torch_sdpa(x)}, x.flops(), x.dtype)
+    for x in INT8_CASES:
+        ways = {"ours, from bfloat16": ours_quantizing(x), "ours, bfloat16": ours(x)}
+        if not x.padded:
+            ways["ours, flash_attention_score"] = ours_training(x)
+        run.measure(str(replace(x, dtype=torch.int8)), ours_int8(x), ways, x.flops())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ measured again replaces its predecessor, so that one benchmark can be repeated a
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import platform
@@ -124,14 +123,3 @@ def processor() -> str:
     available = set(flags[1].split()) if flags else set()
     features = [feature.upper() for feature in FEATURES if feature in available]
     return f"{name[1] if name else platform.machine()} ({', '.join(features)})"
-
-
-def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser of the options that all benchmarks have."""
-    options = argparse.ArgumentParser(
-        description=(doc or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    options.add_argument("--rounds", type=int, default=rounds, help="timings of each")
-    options.add_argument("--json", type=Path, metavar="FILE", help="add the results to it")
-    return options

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import ascend_attn_ops as ops
 import torch
-from harness import Call, interleaved_medians, recorder
-from results import parser
+from harness import Benchmark, Call
 from torch import Tensor
 
 HEADS, SIZE, BLOCK = 8, 128, 128
@@ -42,99 +41,50 @@ class Case:
     def blocks(self) -> int:
         return max(2 * self.tokens, 64 * BLOCK) // BLOCK
 
-    def sources(self) -> tuple[Tensor, Tensor]:
+    def calls(self, layout: str) -> dict[str, Call]:
         key, value = torch.randn(2, self.tokens, HEADS, SIZE).to(DTYPE)
-        return key, value
-
-    def norm(self) -> dict[str, Call]:
-        key, value = self.sources()
-        key_cache, value_cache = torch.zeros(2, self.blocks, BLOCK, HEADS, SIZE, dtype=DTYPE)
-        rows = [cache.flatten(0, 1) for cache in (key_cache, value_cache)]
-        targets = [cache[: self.tokens] for cache in rows]
-
-        def ours() -> None:
-            ops.scatter_pa_kv_cache_(key, key_cache, self.slots, value, value_cache)
-
-        def index_put() -> None:
-            rows[0].index_put_((self.slots,), key)
-            rows[1].index_put_((self.slots,), value)
-
-        def copy() -> None:
-            targets[0].copy_(key)
-            targets[1].copy_(value)
-
-        def index_put_by_block() -> None:
-            index = (self.slots // BLOCK, self.slots % BLOCK)
-            key_cache.index_put_(index, key)
-            value_cache.index_put_(index, value)
-
-        return {"ours": ours, "flat": index_put, "by block": index_put_by_block, "copy_": copy}
-
-    def nz(self) -> dict[str, Call]:
-        key, value = self.sources()
-        shape = ops.nz_cache_shape(self.blocks, BLOCK, HEADS, SIZE, DTYPE)
+        shape: tuple[int, ...] = (self.blocks, BLOCK, HEADS, SIZE)
+        if layout == "PA_NZ":
+            shape = ops.nz_cache_shape(self.blocks, BLOCK, HEADS, SIZE, DTYPE)
         key_cache, value_cache = torch.zeros(2, *shape, dtype=DTYPE)
         pairs = ((key, key_cache), (value, value_cache))
-        targets = [cache.view(-1, HEADS, SIZE)[: self.tokens] for cache in (key_cache, value_cache)]
+        rows = [(x, cache.view(-1, HEADS, SIZE)) for x, cache in pairs]
 
         def ours() -> None:
             ops.scatter_pa_kv_cache_(
-                key, key_cache, self.slots, value, value_cache, cache_mode="PA_NZ"
+                key, key_cache, self.slots, value, value_cache, cache_mode=layout
             )
 
-        def index_put() -> None:
-            block, position = self.slots // BLOCK, self.slots % BLOCK
+        def flat() -> None:
+            for source, cache in rows:
+                cache.index_put_((self.slots,), source)
+
+        def by_block() -> None:
+            index = (self.slots // BLOCK, self.slots % BLOCK)
+            fractals = self.tokens, HEADS * SIZE // shape[-1], shape[-1]
             for source, cache in pairs:
-                # A view with the fractals of a row last: (num_blocks, block_size, N * D / L, L).
-                cache.transpose(1, 2)[block, position] = source.view(
-                    self.tokens, HEADS * SIZE // shape[-1], shape[-1]
-                )
+                if layout == "PA_NZ":
+                    # A view with a row's fractals last: (num_blocks, block_size, N * D / L, L).
+                    cache, source = cache.transpose(1, 2), source.view(*fractals)
+                cache.index_put_(index, source)
 
         def copy() -> None:
-            targets[0].copy_(key)
-            targets[1].copy_(value)
+            for source, cache in rows:
+                cache[: self.tokens].copy_(source)
 
-        return {"ours": ours, "by block": index_put, "copy_": copy}
-
-
-def repeated(call: Call, times: int) -> Call:
-    def repeat() -> None:
-        for _ in range(times):
-            call()
-
-    return repeat
+        calls: dict[str, Call] = {"ours": ours, "by block": by_block, "copy_": copy}
+        return calls if layout == "PA_NZ" else {**calls, "flat": flat}
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=15).parse_args()
-    record = recorder("scatter_pa_kv_cache", arguments.json)
+    run = Benchmark(__file__, __doc__, rounds=15)
     torch.manual_seed(0)
-    print(
-        f"{'microseconds':<14}{'T':>6}{'ours':>10}{'flat':>10}{'by block':>10}{'copy_':>10}"
-        f"   ours is faster than"
-    )
     for layout in ("Norm", "PA_NZ"):
         for order in ("paged", "random"):
             for tokens in TOKENS:
                 case = Case.make(tokens, order)
-                calls = case.norm() if layout == "Norm" else case.nz()
-                times = max(1, 8192 // max(16, tokens))
-                medians = interleaved_medians(
-                    {name: repeated(call, times) for name, call in calls.items()}, arguments.rounds
-                )
-                for name, seconds in medians.items():
-                    record.add(f"{layout}, {order} slots, {tokens}", name, seconds=seconds / times)
-                each = {name: 1e6 * seconds / times for name, seconds in medians.items()}
-                columns = "".join(
-                    f"{each[name]:>10.1f}" if name in each else f"{'':>10}"
-                    for name in ("ours", "flat", "by block", "copy_")
-                )
-                ratios = ", ".join(
-                    f"{name} {seconds / each['ours']:.1f}x"
-                    for name, seconds in each.items()
-                    if name != "ours"
-                )
-                print(f"{layout:<6}{order:<8}{tokens:>6}{columns}   {ratios}", flush=True)
+                count = max(1, 8192 // max(16, tokens))
+                run.time(f"{layout}, {order} slots, {tokens}", case.calls(layout), count=count)
 
 
 if __name__ == "__main__":

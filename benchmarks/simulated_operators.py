@@ -3,31 +3,29 @@
     python benchmarks/simulated_operators.py
 
 Runs where torch_npu and the simulation are installed. Batches of calls on the CPU and on the
-simulated NPU alternate; the table shows the medians over batches, in microseconds per call. The
-last row is a training step of a small model, in milliseconds.
+simulated NPU alternate, and their medians count. The last row is a training step of a small model.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("python", "simulation")]
 
 import cann_simulator  # noqa: E402
-from results import Recorder, parser  # noqa: E402
+
+cann_simulator.start()  # before torch
+
+import torch  # noqa: E402
+from harness import Benchmark, Call, interleaved  # noqa: E402
+from torch import nn  # noqa: E402
 
 BATCHES, CALLS, STEPS = 50, 200, 5
 NAMES = {"cpu": "torch, CPU", "npu": "ours, simulated NPU"}
 
 
-def calls(device: str) -> dict[str, Callable[[], object]]:
-    import torch
-
+def calls(device: str) -> dict[str, Call]:
     x, y = (torch.ones(16, 16, device=device) for _ in range(2))
     out = torch.empty(16, 16, device=device)
     index = torch.arange(8, device=device)
@@ -46,10 +44,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def training_step(device: str) -> Callable[[], object]:
-    import torch
-    from torch import nn
-
+def training_step(device: str) -> Call:
     torch.manual_seed(0)
     layers = [nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 256)]
     model = nn.Sequential(*layers).to(device)
@@ -64,43 +59,19 @@ def training_step(device: str) -> Callable[[], object]:
     return step
 
 
-def medians(
-    functions: dict[str, Callable[[], object]], count: int, batches: int
-) -> dict[str, float]:
-    """Return seconds per call, by device."""
-    samples: dict[str, list[float]] = {device: [] for device in functions}
-    for _ in range(batches):
-        for device, function in functions.items():
-            start = time.perf_counter()
-            for _ in range(count):
-                function()
-            samples[device].append((time.perf_counter() - start) / count)
-    return {device: statistics.median(times) for device, times in samples.items()}
-
-
 def main() -> None:
-    arguments = parser(__doc__, rounds=BATCHES).parse_args()
-    record = Recorder("simulated_operators", arguments.json)
-    rounds = arguments.rounds
-    cann_simulator.start()
-    import torch
-
+    run = Benchmark(__file__, __doc__, rounds=BATCHES)
     torch.set_num_threads(1)
-    tables: dict[str, Any] = {device: calls(device) for device in ("cpu", "npu")}
-    print(f"{'microseconds per call':<28}{'CPU':>10}{'NPU':>10}{'more':>10}")
+
+    def show(name: str, both: dict[str, Call], count: int) -> None:
+        seconds = interleaved(both, run.rounds, count=count)
+        run.show(name, {NAMES[device]: x for device, x in seconds.items()})
+
+    tables = {device: calls(device) for device in NAMES}
     with torch.no_grad():
         for name in tables["cpu"]:
-            functions = {device: table[name] for device, table in tables.items()}
-            times = medians(functions, CALLS, rounds)
-            for device, seconds in times.items():
-                record.add(name, NAMES[device], seconds=seconds)
-            cpu, npu = (times[device] * 1e6 for device in ("cpu", "npu"))
-            print(f"{name:<28}{cpu:>10.1f}{npu:>10.1f}{npu - cpu:>10.1f}", flush=True)
-    steps = medians({device: training_step(device) for device in ("cpu", "npu")}, STEPS, rounds)
-    for device, seconds in steps.items():
-        record.add("training step", NAMES[device], seconds=seconds)
-    cpu, npu = steps["cpu"] * 1e3, steps["npu"] * 1e3
-    print(f"{'training step, milliseconds':<28}{cpu:>10.2f}{npu:>10.2f}{npu / cpu:>9.2f}x")
+            show(name, {device: table[name] for device, table in tables.items()}, CALLS)
+    show("training step", {device: training_step(device) for device in NAMES}, STEPS)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 import ascend_attn_ops as ops
 import torch
-from harness import (
-    PEAK_SIZE,
-    Call,
-    extra_memory,
-    interleaved_medians,
-    peak_product,
-    recorder,
-)
-from results import Recorder, parser
+from harness import PEAK_SIZE, Benchmark, Call, interleaved, peak_product
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,7 +23,6 @@ HEADS, D, ROPE = 64, 512, 64
 INDEX_HEADS, INDEX_D = 64, 128
 K, BLOCK = 2048, 128
 SCALE = 192**-0.5  # DeepSeek-V3.2, with heads of 128 + 64 before absorption
-COLUMNS = ("ours, indexer", "ours, attention", "ours, sparse", "ours, dense", "torch", "limit")
 CONTEXTS = (1024, 4096, 16384, 65536)
 READ_ELEMENTS = 1 << 25  # of 2 bytes: more than a cache holds
 
@@ -50,10 +41,7 @@ class Step(NamedTuple):
     lengths: Tensor
 
     def pages(self) -> dict[str, Any]:
-        return {
-            "actual_seq_lengths_key": self.lengths,
-            "block_table": self.block_table,
-        }
+        return {"actual_seq_lengths_key": self.lengths, "block_table": self.block_table}
 
     def select(self) -> Tensor:
         indices, _ = ops.lightning_indexer(
@@ -89,10 +77,6 @@ class Step(NamedTuple):
         )
 
 
-def case_of(batch: int, keys: int) -> str:
-    return f"B={batch} keys={keys}"
-
-
 def make_step(batch: int, keys: int) -> Step:
     torch.manual_seed(0)
 
@@ -123,11 +107,11 @@ def torch_attention(step: Step) -> Call:
     return partial(scaled_dot_product_attention, query, key, value, scale=SCALE)
 
 
-def report_step(record: Recorder, keys: int, batch: int, rounds: int) -> None:
+def measure(run: Benchmark, batch: int, keys: int) -> None:
     step = make_step(batch, keys)
     indices, everything = step.select(), step.all_keys()
     read = torch.ones(READ_ELEMENTS, dtype=torch.int16)
-    seconds = interleaved_medians(
+    seconds = interleaved(
         {
             "ours, indexer": step.select,
             "ours, attention": partial(step.attend, indices),
@@ -136,7 +120,7 @@ def report_step(record: Recorder, keys: int, batch: int, rounds: int) -> None:
             "peak": peak_product(),
             "read": lambda: read.view(torch.int64).sum(),
         },
-        rounds,
+        run.rounds,
     )
     peak = 2 * PEAK_SIZE**3 / seconds.pop("peak")
     bandwidth = READ_ELEMENTS * 2 / seconds.pop("read")
@@ -145,80 +129,15 @@ def report_step(record: Recorder, keys: int, batch: int, rounds: int) -> None:
     bytes_read = 2 * batch * (INDEX_D * keys + (D + ROPE) * selected)
     seconds["ours, sparse"] = seconds["ours, indexer"] + seconds["ours, attention"]
     seconds["limit"] = max(products / peak, bytes_read / bandwidth)
-    for name, time in seconds.items():
-        record.add(case_of(batch, keys), name, seconds=time, batch=batch, keys=keys)
-    print(
-        f"{batch:3} {keys:7}"
-        + "".join(f"{seconds[name] * 1e3:11.2f}" for name in COLUMNS)
-        + "".join(
-            f"{seconds[name] / seconds['ours, sparse']:8.1f}" for name in ("ours, dense", "torch")
-        ),
-        flush=True,
-    )
-
-
-def report_paging(record: Recorder, batch: int, keys: int, rounds: int) -> None:
-    """Measures the cost of reading through the block table."""
-    paged = make_step(batch, keys)
-    dense = paged.side_by_side()
-    nothing: dict[str, Any] = {"actual_seq_lengths_key": dense.lengths}
-    indices = paged.select()
-    seconds = interleaved_medians(
-        {
-            "indexer, paged": paged.select,
-            "indexer": lambda: ops.lightning_indexer(
-                dense.query_index, dense.key_index, dense.weights, sparse_count=K, **nothing
-            ),
-            "attention, paged": partial(paged.attend, indices),
-            "attention": lambda: ops.sparse_flash_attention(
-                dense.query, dense.latent, dense.latent, indices, scale_value=SCALE,
-                query_rope=dense.query_rope, key_rope=dense.rope, return_softmax_lse=False,
-                **nothing,
-            ),
-        },
-        rounds,
-    )  # fmt: skip
-    ratios = {x: seconds[f"{x}, paged"] / seconds[x] for x in ("indexer", "attention")}
-    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    print(f"paged keys against keys side by side, {case_of(batch, keys)}: {shown}")
-    record.add(case_of(batch, keys), "paged against side by side", **ratios)
-
-
-def first_step(keys: int, threads: int) -> Call:
-    """Prepare the inputs in a fresh process, and return the call to measure."""
-    torch.set_num_threads(threads)
-
-    def call(step: Step) -> Tensor:
-        with ops.limits(None):
-            return step.sparse()
-
-    call(make_step(1, BLOCK))  # loads libraries and generates code
-    return partial(call, make_step(1, keys))
+    run.show(f"B={batch} keys={keys}", seconds, batch=batch, keys=keys)
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=15).parse_args()
-    rounds = arguments.rounds
-    record = recorder("sparse_decode", arguments.json)
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16; milliseconds\n"
-        f"attention: {HEADS} heads, D {D} + {ROPE}, K {K}; "
-        f"indexer: {INDEX_HEADS} heads of {INDEX_D}; blocks of {BLOCK}\n"
-        f"{'B':>3} {'keys':>7}"
-        + "".join(f"{name.removeprefix('ours, '):>11}" for name in COLUMNS)
-        + f"{'dense/':>8}{'torch/':>8}"
-    )
+    run = Benchmark(__file__, __doc__, rounds=15)
     for batch in (1, 8):
         for keys in CONTEXTS[: None if batch == 1 else 3]:
-            report_step(record, keys, batch, rounds)
-    for batch in (1, 8):
-        report_paging(record, batch, 8192, rounds)
-    for keys in CONTEXTS:
-        extra = extra_memory(partial(first_step, keys, torch.get_num_threads()))
-        print(f"memory that a step over {keys} keys adds: {extra / 2**20:.1f} MB")
-        record.add(case_of(1, keys), "ours, sparse", bytes=extra)
+            measure(run, batch, keys)
 
 
 if __name__ == "__main__":
-    with ops.limits(None):
-        main()
+    main()

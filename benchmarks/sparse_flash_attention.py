@@ -10,13 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
-import ascend_attn_ops
 import torch
-from ascend_attn_ops import reference
-from harness import Call, Row, causal_selection, extra_memory, measure, recorder, report
-from results import Recorder, parser
+from harness import Benchmark, causal_selection, kept, name_of
 from torch import Tensor
 
 OURS = torch.ops.ascend
@@ -32,8 +28,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"S={self.tokens} K={self.selected} N1={self.heads} {dtype}"
+        return f"S={self.tokens} K={self.selected} N1={self.heads} {name_of(self.dtype)}"
 
     def pairs(self) -> int:
         """Return the number of selected token-key pairs; causal, so early tokens have fewer."""
@@ -76,32 +71,19 @@ class Inputs:
 Forward = tuple[Tensor, Tensor, Tensor]
 
 
-def forward_of(operators: ModuleType, x: Inputs) -> Forward:
-    """Call the operator of `operators`: torch.ops.ascend, or the package's reference."""
-    outputs: Forward = operators.sparse_flash_attention(
-        x.query,
-        x.key,
-        x.key,
-        x.sparse_indices,
-        scale_value=SCALE,
-        query_rope=x.query_rope,
-        key_rope=x.key_rope,
-    )
+def forward_of(x: Inputs) -> Forward:
+    outputs: Forward = OURS.sparse_flash_attention(
+        x.query, x.key, x.key, x.sparse_indices, scale_value=SCALE,
+        query_rope=x.query_rope, key_rope=x.key_rope,
+    )  # fmt: skip
     return outputs
 
 
-def backward_of(operators: ModuleType, x: Inputs, forward: Forward) -> object:
-    return operators.sparse_flash_attention_grad(
-        x.query,
-        x.key,
-        x.key,
-        x.sparse_indices,
-        x.d_out,
-        *forward,
-        scale_value=SCALE,
-        query_rope=x.query_rope,
-        key_rope=x.key_rope,
-    )
+def backward_of(x: Inputs, forward: Forward) -> object:
+    return OURS.sparse_flash_attention_grad(
+        x.query, x.key, x.key, x.sparse_indices, x.d_out, *forward, scale_value=SCALE,
+        query_rope=x.query_rope, key_rope=x.key_rope,
+    )  # fmt: skip
 
 
 class PlainTorch:
@@ -157,84 +139,29 @@ class Masking(PlainTorch):
     """Computes all pairs of tokens and masks out those that are not selected."""
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        keys = len(self.all_keys)
-        counts = torch.zeros(len(self.indices), keys + 1, dtype=torch.bool)
-        columns = torch.where(self.indices < 0, keys, self.indices)
-        counts.scatter_(1, columns, torch.ones_like(columns, dtype=torch.bool))
-        return self.all_keys, counts[:, :keys]
+        return self.all_keys, kept(self.indices, len(self.all_keys))
 
     def sum_by_key(self, by_token: Tensor, rows: Tensor) -> Tensor:
         return by_token.flatten(0, 1).mT @ rows.flatten(0, 1)
 
 
-def rows_of(shape: Shape, with_torch: bool, rounds: int) -> list[Row]:
-    x = Inputs.random(shape)
-    forward = forward_of(OURS, x)
-    forwards: dict[str, Call] = {}
-    backwards: dict[str, Call] = {}
-    if with_torch:
-        forwards["reference"] = partial(forward_of, reference, x)
-        backwards["reference"] = partial(backward_of, reference, x, forward)
-        for name, version in (("gathering", Gathering(x)), ("masking", Masking(x))):
-            forwards[f"torch, {name}"] = version.forward
-            backwards[f"torch, {name}"] = partial(version.backward, forward[0])
-    return measure(
-        f"sparse_flash_attention {shape}",
-        partial(forward_of, OURS, x),
-        forwards,
-        products=shape.forward_flops(),
-        rounds=rounds,
-    ) + measure(
-        f"sparse_flash_attention_grad {shape}",
-        partial(backward_of, OURS, x, forward),
-        backwards,
-        products=shape.backward_flops(),
-        rounds=rounds,
-    )
-
-
-def first_backward(shape: Shape, threads: int) -> Call:
-    """Prepare what the gradient reads, in a fresh process, and return the call to measure."""
-    torch.set_num_threads(threads)
-    x = Inputs.random(shape)
-    with ascend_attn_ops.limits(None):
-        # Loads libraries and generates code, in all threads.
-        small = Inputs.random(Shape(256, 256, shape.heads, shape.dtype))
-        backward_of(OURS, small, forward_of(OURS, small))
-        forward = forward_of(OURS, x)
-
-    def call() -> object:
-        with ascend_attn_ops.limits(None):
-            return backward_of(OURS, x, forward)
-
-    return call
-
-
-def report_memory(record: Recorder, shape: Shape, threads: int) -> None:
-    bytes_per_element = shape.dtype.itemsize
-    outputs = shape.tokens * (shape.heads * (D + ROPE) + 2 * D + ROPE) * bytes_per_element
-    accumulators = 4 * threads * shape.tokens * (2 * D + ROPE)
-    extra = extra_memory(partial(first_backward, shape, threads))
-    case = f"sparse_flash_attention_grad {shape}"
-    print(
-        f"{case}: extra memory {extra / 2**20:.0f} MB, outputs and accumulators "
-        f"{(outputs + accumulators) / 2**20:.0f} MB",
-        flush=True,
-    )
-    record.add(case, "ours", bytes=extra, bytes_needed=outputs + accumulators)
-
-
 def main() -> None:
-    arguments = parser(__doc__, rounds=5).parse_args()
-    record = recorder("sparse_flash_attention", arguments.json)
-    with ascend_attn_ops.limits(None):
-        rows = rows_of(Shape(1024, 256), True, arguments.rounds)
-        rows += rows_of(Shape(1024, 256, dtype=torch.float16), False, arguments.rounds)
-        for tokens in (2048, 4096, 8192):
-            rows += rows_of(Shape(tokens, 256), False, arguments.rounds)
-    report(record, rows)
-    for selected in (256, 1024):
-        report_memory(record, Shape(1024, selected), torch.get_num_threads())
+    run = Benchmark(__file__, __doc__, rounds=5)
+    shapes = [Shape(1024, 256), Shape(1024, 256, dtype=torch.float16)]
+    for shape in (*shapes, *(Shape(tokens, 256) for tokens in (2048, 4096, 8192))):
+        x = Inputs.random(shape)
+        forward = forward_of(x)
+        peers = {"gathering": Gathering(x), "masking": Masking(x)} if shape == shapes[0] else {}
+        run.measure(
+            f"sparse_flash_attention {shape}", partial(forward_of, x),
+            {f"torch, {name}": peer.forward for name, peer in peers.items()},
+            shape.forward_flops(),
+        )  # fmt: skip
+        run.measure(
+            f"sparse_flash_attention_grad {shape}", partial(backward_of, x, forward),
+            {f"torch, {name}": partial(x.backward, forward[0]) for name, x in peers.items()},
+            shape.backward_flops(),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

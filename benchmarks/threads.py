@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from functools import partial
 
-import ascend_attn_ops
 import flash_attention_score
 import lightning_indexer
 import prompt_flash_attention
@@ -18,8 +17,7 @@ import scatter_pa_kv_cache
 import sparse_decode
 import sparse_flash_attention
 import torch
-from harness import Call, interleaved_medians, peak_product, recorder
-from results import parser
+from harness import Benchmark, Call, interleaved, peak_product
 
 
 def processors() -> int:
@@ -37,63 +35,43 @@ def counts(most: int) -> list[int]:
 def calls() -> dict[str, Call]:
     operators = torch.ops.ascend
     sparse = sparse_flash_attention.Inputs.random(sparse_flash_attention.Shape(1024, 256))
-    forward = sparse_flash_attention.forward_of(operators, sparse)
+    forward = sparse_flash_attention.forward_of(sparse)
     kl_loss = lightning_indexer.make_inputs(1024, 256, 64, torch.bfloat16)
     step = sparse_decode.make_step(8, 4096)
     dense = flash_attention_score.Shape()
     prompts = prompt_flash_attention.Prompts()
+    train = partial(flash_attention_score.call_of, flash_attention_score.ours, dense)
     return {
-        "sparse_flash_attention": partial(sparse_flash_attention.forward_of, operators, sparse),
+        "sparse_flash_attention": partial(sparse_flash_attention.forward_of, sparse),
         "sparse_flash_attention_grad": partial(
-            sparse_flash_attention.backward_of, operators, sparse, forward
+            sparse_flash_attention.backward_of, sparse, forward
         ),
         "sparse_lightning_indexer_grad_kl_loss": kl_loss.kl_loss,
         "lightning_indexer": partial(
-            operators.lightning_indexer,
-            kl_loss.query_index,
-            kl_loss.key_index,
-            kl_loss.weights,
+            operators.lightning_indexer, kl_loss.query_index, kl_loss.key_index, kl_loss.weights,
             sparse_count=256,
         ),
         "lightning_indexer_grad": kl_loss.indexer_grad,
         "lightning_indexer, 8 decoded tokens": step.select,
         "sparse_flash_attention, 8 decoded tokens": partial(step.attend, step.select()),
-        "flash_attention_score": flash_attention_score.call_of(
-            flash_attention_score.ours, dense, False
-        ),
-        "flash_attention_score, forward and backward": flash_attention_score.call_of(
-            flash_attention_score.ours, dense, True
-        ),
+        "flash_attention_score": train(False),
+        "flash_attention_score, forward and backward": train(True),
         "prompt_flash_attention": prompt_flash_attention.ours(prompts),
         "prompt_flash_attention, int8": prompt_flash_attention.ours_int8(prompts),
         "scatter_pa_kv_cache_, 32768 tokens": (
-            scatter_pa_kv_cache.Case.make(32768, "random").norm()["ours"]
+            scatter_pa_kv_cache.Case.make(32768, "random").calls("Norm")["ours"]
         ),
         "torch, matmul": peak_product(),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=5)
-    options.add_argument("--most", type=int, default=processors(), help="threads")
-    arguments = options.parse_args()
-    record = recorder("threads", arguments.json)
-    seconds: dict[int, dict[str, float]] = {}
-    with ascend_attn_ops.limits(None):
-        for threads in counts(arguments.most):
-            torch.set_num_threads(threads)
-            seconds[threads] = interleaved_medians(calls(), arguments.rounds)
-    heading = "".join(f"{threads:>9}" for threads in seconds)
-    print(f"torch {torch.__version__}; milliseconds with one thread, and times as fast with more")
-    print(f"{'threads':48}{heading}")
-    for name in seconds[1]:
-        one = seconds[1][name]
-        times = [f"{one * 1e3:9.1f}"]
-        times += [f"{one / each[name]:8.2f}x" for threads, each in seconds.items() if threads > 1]
-        print(f"{name:48}{''.join(times)}")
-        ours = "torch" if name.startswith("torch") else "ours"
-        for threads, each in seconds.items():
-            record.add(name, f"{ours}, {threads} threads", seconds=each[name], threads=threads)
+    run = Benchmark(__file__, __doc__, rounds=5, most=processors())
+    for threads in counts(run.options.most):
+        torch.set_num_threads(threads)
+        for name, seconds in interleaved(calls(), run.rounds).items():
+            ours = "torch" if name.startswith("torch") else "ours"
+            run.show(name, {f"{ours}, {threads} threads": seconds}, threads=threads)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ascend_attn_ops as ops
 import torch
-from harness import Call, extra_memory, interleaved_medians, recorder
-from results import parser
+from harness import Benchmark, Call, extra_memory, interleaved
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +39,7 @@ from sparse_lm import (
 )
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-WAYS = ("sparse", "dense", "eager")
+WAYS = {"sparse": "ours, sparse", "dense": "ours, dense", "eager": "eager"}
 # The scores of 8192 tokens and 8 heads would be 2.1 GB in float32, and autograd keeps several
 # tensors of that size.
 LONGEST_EAGER = 4096
@@ -99,11 +97,9 @@ def training_step(way: str, tokens: int, selected: int) -> Call:
 
     def step() -> None:
         model.zero_grad()
-        # These sizes are outside the NPU's limits.
-        with ops.limits(None):
-            with torch.autocast("cpu", torch.bfloat16):
-                lm_loss, kl_loss = model(text, select)
-            (lm_loss + kl_loss).backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            lm_loss, kl_loss = model(text, select)
+        (lm_loss + kl_loss).backward()
 
     return step
 
@@ -113,9 +109,8 @@ def warm_up(way: str, selected: int) -> None:
     training_step(way, 256, selected)()
 
 
-def first_step(way: str, tokens: int, selected: int, threads: int) -> Call:
+def first_step(way: str, tokens: int, selected: int) -> Call:
     """Prepare a step in a fresh process, and return the call to measure."""
-    torch.set_num_threads(threads)
     warm_up(way, selected)
     return training_step(way, tokens, selected)
 
@@ -146,42 +141,25 @@ def share_of_operators(step: Call) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=5)
-    options.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    options.add_argument("--selected", type=int, default=512, help="keys per token")
-    arguments = options.parse_args()
-    record = recorder("training_step", arguments.json)
-    threads = torch.get_num_threads()
+    run = Benchmark(__file__, __doc__, rounds=5, tokens=list(TOKENS), selected=512)
+    selected = run.options.selected
     for way in WAYS:
-        warm_up(way, arguments.selected)
-    print(f"torch {torch.__version__}, {threads} threads, {arguments.selected} selected keys")
-    print(f"{'':24} {'tokens/s':>9} {'ms':>9} {'peak, MB':>9} {'operators':>9}")
-    for tokens in arguments.tokens:
-        ways = [way for way in WAYS if way != "eager" or tokens <= LONGEST_EAGER]
+        warm_up(way, selected)
+    for tokens in run.options.tokens:
+        ways = {x: name for x, name in WAYS.items() if x != "eager" or tokens <= LONGEST_EAGER}
         memory = {
-            way: extra_memory(partial(first_step, way, tokens, arguments.selected, threads))
-            for way in ways
+            name: extra_memory(partial(first_step, way, tokens, selected))
+            for way, name in ways.items()
         }
-        steps = {way: training_step(way, tokens, arguments.selected) for way in ways}
-        shares = {way: share_of_operators(step) for way, step in steps.items()}
+        steps = {name: training_step(way, tokens, selected) for way, name in ways.items()}
+        shares = {name: share_of_operators(step) for name, step in steps.items()}
         # Longer steps vary less, so fewer rounds do.
-        rounds = max(1, min(arguments.rounds, 8192 // tokens))
-        seconds = interleaved_medians(steps, rounds, warm=True)
-        for way, each in seconds.items():
-            print(
-                f"{f'{tokens} tokens, {way}':24} {tokens / each:9.0f} {each * 1e3:9.0f} "
-                f"{memory[way] / 1e6:9.0f} {shares[way]:9.0%}",
-                flush=True,
-            )
-            record.add(
-                f"{tokens} tokens",
-                way if way == "eager" else f"ours, {way}",
-                seconds=each,
-                bytes=memory[way],
-                share_of_operators=shares[way],
-                tokens=tokens,
-                selected=arguments.selected,
-            )
+        rounds = max(1, min(run.rounds, 8192 // tokens))
+        case = f"{tokens} tokens"
+        seconds = interleaved(steps, rounds, warm=True)
+        run.show(case, seconds, tokens=tokens, selected=selected)
+        run.add_to_all(case, "bytes", memory)
+        run.add_to_all(case, "share_of_operators", shares)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,18 @@ memory is measured in a process of its own for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import ascend_attn_ops as ops
 import torch
 import transformers
 from ascend_attn_ops.transformers import enable_dsa
-from harness import extra_memory, interleaved_medians, recorder
-from results import parser
+from harness import Benchmark, Call, extra_memory, interleaved
 
 IMPLEMENTATIONS = ("ours", "eager", "sdpa")
 
 
-def training_step(
-    implementation: str, tokens: int, heads: int, selected: int
-) -> Callable[[], object]:
+def training_step(implementation: str, tokens: int, heads: int, selected: int) -> Call:
     """Make a model and return its training step."""
     torch.manual_seed(0)
     config = transformers.DeepseekV32Config(
@@ -50,42 +45,25 @@ def training_step(
 
     def step() -> None:
         model.zero_grad()
-        # K of a laptop is none of the NPU's loss.
-        with ops.limits(None):
-            model(text, labels=text, use_cache=False).loss.backward()
+        model(text, labels=text, use_cache=False).loss.backward()
 
     return step
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=3)
-    options.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
-    options.add_argument("--heads", type=int, default=64)
-    options.add_argument("--selected", type=int, default=512, help="keys per token")
-    arguments = options.parse_args()
-    record = recorder("transformers_training", arguments.json)
-    print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{torch.get_num_threads()} threads: {arguments.heads} heads, {arguments.selected} keys"
-    )
-    print(f"{'':32} {'tokens/s':>9} {'x slower':>9} {'peak, MB':>9}")
-    for tokens in arguments.tokens:
+    run = Benchmark(__file__, __doc__, rounds=3, tokens=[2048, 4096], heads=64, selected=512)
+    options = run.options
+    for tokens in options.tokens:
         make = {
-            name: partial(training_step, name, tokens, arguments.heads, arguments.selected)
+            name: partial(training_step, name, tokens, options.heads, options.selected)
             for name in IMPLEMENTATIONS
         }
         memory = {name: extra_memory(of_one) for name, of_one in make.items()}
-        calls = {name: of_one() for name, of_one in make.items()}
         # Longer steps vary less, so fewer rounds do.
-        rounds = max(1, arguments.rounds * min(arguments.tokens) // tokens)
-        seconds = interleaved_medians(calls, rounds)
-        for name, time in seconds.items():
-            print(
-                f"{f'{tokens} tokens, {name}':32} {tokens / time:9.0f} "
-                f"{time / seconds['ours']:9.1f} {memory[name] / 1e6:9.0f}",
-                flush=True,
-            )
-            record.add(f"{tokens} tokens", name, seconds=time, bytes=memory[name], tokens=tokens)
+        rounds = max(1, run.rounds * min(options.tokens) // tokens)
+        seconds = interleaved({name: of_one() for name, of_one in make.items()}, rounds)
+        run.show(f"{tokens} tokens", seconds, tokens=tokens)
+        run.add_to_all(f"{tokens} tokens", "bytes", memory)
 
 
 if __name__ == "__main__":
