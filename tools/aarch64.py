@@ -18,11 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import environment
+import instrumented
 import matrix
 
 # Programs that this machine needs, by the Debian packages that have them.
@@ -145,10 +145,8 @@ def with_torch(folder: Path, torch: str, python: Path) -> Path:
         make_environment(folder, python)
         install(folder, python, *environment.TOOLS, *environment.TESTS)
         install(folder, python, "--no-deps", f"torch=={torch}")
-        packages = str(environment.site_packages(folder))
-        distribution = next(iter(metadata.distributions(name="torch", path=[packages])))
-        needed = distribution.requires or []
-        install(folder, python, *(x for x in needed if not environment.FOR_GPUS.search(x)))
+        packages = environment.site_packages(folder)
+        install(folder, python, *environment.needed_by_torch(packages))
         ready.touch()
     return folder / "bin/python"
 
@@ -169,20 +167,19 @@ class Report:
     """The rows of a table: steps, their results, and how long they took."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, str, float]] = []
+        self.rows: list[list[str]] = []
 
     def add(self, what: str, step: Callable[..., str], *arguments: Any, **options: Any) -> None:
         start = time.monotonic()
         result = step(*arguments, **options)
-        self.rows.append((what, result, (time.monotonic() - start) / 60))
+        self.rows.append([what, result, f"{(time.monotonic() - start) / 60:.1f}"])
 
     def print(self) -> None:
         programs = [("qemu-aarch64-static", "--version"), ("aarch64-linux-gnu-g++", "--version")]
         versions = [environment.output(*program).splitlines()[0] for program in programs]
         today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-        print(f"\n{today}, {', '.join(versions)}\n\n| | | minutes |\n|---|---|---|")
-        for what, result, minutes in self.rows:
-            print(f"| {what} | {result} | {minutes:.1f} |")
+        print(f"\n{today}, {', '.join(versions)}\n")
+        matrix.print_rows([["", "", "minutes"], ["---"] * 3, *self.rows])
 
 
 def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bool:
@@ -229,7 +226,7 @@ def build_and_test(spec: str, options: argparse.Namespace, report: Report) -> bo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Cross-compiles for aarch64, and tests in QEMU.")
+    parser = instrumented.parser(__doc__)
     parser.add_argument("version", nargs="?", default=VERSION, metavar="TORCH[:TORCH_NPU]")
     parser.add_argument("--share", type=int, default=60, metavar="N", help="see tests/conftest.py")
     parser.add_argument("--processors", nargs="+", default=PROCESSORS, help="names that QEMU has")

@@ -10,28 +10,18 @@ vector instructions.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
-import os
 import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from instrumented import ROOT, build, copied, python_path
+from instrumented import CPU, NPU, ROOT, built, run, tests_parser
 
 FLAGS = ["-O1", "--coverage", "-fprofile-update=prefer-atomic"]
-FOLDERS = [
-    "csrc/ops",
-    "csrc/cpu",
-    "csrc/autograd",
-    "csrc/core",
-    "csrc/dispatch",
-    "csrc/npu",
-    "csrc/python",
-]
+FOLDERS = [f"csrc/{x}" for x in ("ops", "cpu", "autograd", "core", "dispatch", "npu", "python")]
 FOLDERS += ["csrc", "simulation/csrc", "python", "simulation"]
 
 # Counts of executions, by line, by file.
@@ -99,33 +89,24 @@ def not_executed(counts: Counts, folder: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--no-npu", action="store_true", help="leaves out the simulated NPU")
+    parser = tests_parser(__doc__)
     parser.add_argument("--lines", action="store_true", help="print lines that are not executed")
-    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT",
-                        help="of pytest, in the place of all tests")  # fmt: skip
     arguments = parser.parse_args()
-    cpu = ROOT / ".venv/bin/python"
-    npu = None if arguments.no_npu else ROOT / ".venv-npu/bin/python"
-    folder = copied(ROOT / "out/coverage")
-    build(folder, FLAGS, cpu, npu)
+    folder = built(ROOT / "out/coverage", FLAGS, npu=not arguments.no_npu)
     for old in (*folder.glob("build-*/**/*.gcda"), *folder.glob(".coverage*")):
         old.unlink()
     measured = ["-m", "coverage", "run"]
-    # The task queue's levels differ in torch_npu alone.
-    environment = {**os.environ, "PYTHONPATH": python_path(folder), "NPU_LEVELS": "1"}
     tests = arguments.pytest or ["tests", "--ignore=tests/npu"]
-    runs = [[cpu, *measured, "-m", "pytest", *tests]]
-    if npu is not None and not arguments.pytest:
-        runs.append([npu, *measured, "tests/npu/run.py"])
-    failed = [
-        subprocess.run(run, cwd=folder, env=environment, check=False).returncode for run in runs
-    ]
-    counts = of_gcov(folder) | of_python(folder, cpu)
+    commands = [[CPU, *measured, "-m", "pytest", *tests]]
+    if not (arguments.no_npu or arguments.pytest):
+        commands.append([NPU, *measured, "tests/npu/run.py"])
+    # The task queue's levels differ in torch_npu alone.
+    succeeded = [run(folder, command, {"NPU_LEVELS": "1"}) for command in commands]
+    counts = of_gcov(folder) | of_python(folder, CPU)
     print(table(counts))
     if arguments.lines:
         print(not_executed(counts, folder))
-    return int(any(failed))
+    return int(not all(succeeded))
 
 
 if __name__ == "__main__":

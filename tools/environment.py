@@ -1,7 +1,5 @@
 """Makes a virtual environment with any torch, and with torch_npu if asked.
 
-    python tools/environment.py FOLDER TORCH [TORCH_NPU]
-
 The newest torch on the package index of x86-64 is built for CUDA and requires 4 GB of NVIDIA's
 libraries, of which a CPU test calls nothing. They are left out here, and empty libraries stand in
 for them, so that an environment takes 1.5 GB. It is for tests alone.
@@ -9,7 +7,6 @@ for them, so that an environment takes 1.5 GB. It is for tests alone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -56,6 +53,12 @@ def site_packages(folder: Path) -> Path:
     return next(folder.glob("lib/python3*/site-packages"))
 
 
+def needed_by_torch(packages: Path) -> list[str]:
+    """Return what the torch of this folder requires, but for GPUs."""
+    distribution = next(iter(metadata.distributions(name="torch", path=[str(packages)])))
+    return [line for line in distribution.requires or [] if not FOR_GPUS.search(line)]
+
+
 def with_torch(folder: Path, torch: str, python: str = sys.executable) -> Path:
     """Return the interpreter of an environment with torch, which is made if needed."""
     interpreter, ready = folder / "bin/python", folder / "ready"
@@ -64,9 +67,7 @@ def with_torch(folder: Path, torch: str, python: str = sys.executable) -> Path:
         install(interpreter, *TOOLS)
         install(interpreter, "--no-deps", f"torch=={torch}")
         packages = site_packages(folder)
-        distribution = next(iter(metadata.distributions(name="torch", path=[str(packages)])))
-        needed = [line for line in distribution.requires or [] if not FOR_GPUS.search(line)]
-        install(interpreter, *needed)
+        install(interpreter, *needed_by_torch(packages))
         stand_in_for_missing_libraries(packages / "torch/lib")
         rename_contested_settings(packages / "torch/lib/libc10_cuda.so")
         ready.touch()
@@ -92,6 +93,15 @@ def with_torch_npu(folder: Path, base: Path, torch_npu: str, python: str = sys.e
         install(base / "bin/python", "--no-deps", target, f"torch_npu=={torch_npu}")
         ready.touch()
     return interpreter
+
+
+def with_both(home: Path, spec: str, python: str = sys.executable) -> tuple[Path, Path | None]:
+    """Return the interpreters with the torch of TORCH[:TORCH_NPU], and with its torch_npu."""
+    torch, _, torch_npu = spec.partition(":")
+    base = home / torch / "environment"
+    interpreter = with_torch(base, torch, python)
+    npu = home / spec.replace(":", "-") / "npu"
+    return interpreter, with_torch_npu(npu, base, torch_npu, python) if torch_npu else None
 
 
 def rename_contested_settings(library: Path) -> None:
@@ -178,19 +188,3 @@ def write_library(path: Path, symbols: list[tuple[str, str]], versions: set[str]
         options = [f"-Wl,--version-script={script}"] if versions else []
         flags = ["-shared", "-fPIC", "-w", "-nostdlib", "-fno-builtin", f"-Wl,-soname,{path.name}"]
         subprocess.run(["cc", *flags, source, *options, "-o", path], check=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("torch")
-    parser.add_argument("torch_npu", nargs="?", help="in an environment of its own, FOLDER-npu")
-    options = parser.parse_args()
-    print(with_torch(options.folder, options.torch))
-    if options.torch_npu:
-        npu = options.folder.with_name(f"{options.folder.name}-npu")
-        print(with_torch_npu(npu, options.folder, options.torch_npu))
-
-
-if __name__ == "__main__":
-    main()

@@ -19,13 +19,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import environment
-from instrumented import python_path
+import instrumented
+from instrumented import ROOT
 
-CHECKOUT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 
 
@@ -66,7 +68,7 @@ def unpack_sources(python: Path, target: Path) -> None:
         folder = Path(temporary)
         information = ["egg_info", f"--egg-base={folder}"]
         sdist = ["setup.py", "-q", *information, "sdist", f"--dist-dir={folder}"]
-        subprocess.run([python, *sdist], cwd=CHECKOUT, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([python, *sdist], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
         (archive,) = folder.glob("*.tar.gz")
         shutil.unpack_archive(archive, folder)
         unpacked = folder / archive.name.removesuffix(".tar.gz")
@@ -83,41 +85,25 @@ def unpack_sources(python: Path, target: Path) -> None:
         record.write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
-def run(log: Path, folder: Path, *command: object, **variables: str) -> bool:
-    """Run a command with its output in `log`, and print the end of that if it fails."""
+def logged(log: Path, step: Callable[..., bool], *arguments: Any) -> bool:
+    """Take a step with its output in `log`, and print the end of that if it fails."""
     print(f"  {log}", flush=True)
     with log.open("w") as file:
-        finished = subprocess.run(
-            [str(part) for part in command],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": python_path(folder), **variables},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if finished.returncode != 0:
+        succeeded = step(*arguments, output=file)
+    if not succeeded:
         print("".join(log.read_text().splitlines(keepends=True)[-40:]), flush=True)
-    return finished.returncode == 0
+    return succeeded
 
 
 def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> bool:
     """Build `_C` or `_npu`; with the latter, the simulated CANN that its tests run on."""
-    parts = {
-        "_C": {"core": sources},
-        "_npu": {"npu": sources, "simulation": sources / "simulation"},
-    }
-    texts = []
-    for part, project in parts[module].items():
+    warnings = 0
+    for part in {"_C": ["core"], "_npu": ["npu", "simulation"]}[module]:
         log = logs / f"build_{part}"
-        built = run(
-            log, project, python, "setup.py", "-q", "build_ext", "--inplace",
-            f"--build-temp={sources / f'build-{part}'}", ASCEND_ATTN_OPS_BUILD=part,
-        )  # fmt: skip
-        if not built:
+        if not logged(log, instrumented.build_part, sources, part, python):
             row.built[module] = "no"
             return False
-        texts.append(log.read_text())
-    warnings = len(re.findall(r"warning:", "".join(texts)))
+        warnings += log.read_text().count("warning:")
     row.built[module] = f"{warnings} warnings" if warnings else "yes"
     return True
 
@@ -125,7 +111,7 @@ def build(row: Row, module: str, python: Path, sources: Path, logs: Path) -> boo
 def test(row: Row, kind: str, log: Path, sources: Path, *command: object, share: int) -> None:
     jobs = os.environ.get("TEST_JOBS") or os.cpu_count()
     options = ("-q", "-n", jobs, "--dist=loadgroup", f"--share={share}")
-    succeeded = run(log, sources, *command, *options)
+    succeeded = logged(log, instrumented.run, sources, [*command, *options])
     # pytest's last lines: the NPU tests run once for each device and level of the task queue.
     endings = re.findall(r"^=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s", log.read_text(), re.M)
     counts: Counter[str] = Counter()
@@ -137,14 +123,10 @@ def test(row: Row, kind: str, log: Path, sources: Path, *command: object, share:
 
 
 def run_version(spec: str, options: argparse.Namespace) -> Row:
-    torch, _, torch_npu = spec.partition(":")
-    row = Row(torch, torch_npu)
+    row = Row(*spec.partition(":")[::2])
     home = options.home / spec.replace(":", "-")
     print(spec, flush=True)
-    base = options.home / torch / "environment"
-    python = environment.with_torch(base, torch, options.python)
-    if torch_npu:
-        npu = environment.with_torch_npu(home / "npu", base, torch_npu, options.python)
+    python, npu = environment.with_both(options.home, spec, options.python)
     sources = home / "sources"
     unpack_sources(python, sources)
     logs = home / "logs"
@@ -152,7 +134,7 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
     logs.mkdir()
     if not build(row, "_C", python, sources, logs):
         return row
-    if torch_npu:
+    if npu:
         build(row, "_npu", npu, sources, logs)
     if options.compile_only:
         return row
@@ -169,6 +151,11 @@ def run_version(spec: str, options: argparse.Namespace) -> Row:
     return row
 
 
+def print_rows(rows: list[list[str]]) -> None:
+    for cells in rows:
+        print("| " + " | ".join(cells) + " |")
+
+
 def print_table(rows: list[Row], options: argparse.Namespace) -> None:
     extent = "compiled only" if options.compile_only else "every test"
     if options.smoke:
@@ -179,12 +166,11 @@ def print_table(rows: list[Row], options: argparse.Namespace) -> None:
     version = environment.output(options.python, "--version").strip()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     print(f"\n{today}, {platform.machine()}, {version}, {compiler}; {extent}\n")
-    for cells in (HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)):
-        print("| " + " | ".join(cells) + " |")
+    print_rows([HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Builds and tests with several torch versions.")
+    parser = instrumented.parser(__doc__)
     parser.add_argument("versions", nargs="+", metavar="TORCH[:TORCH_NPU]")
     parser.add_argument("--share", type=int, default=1, metavar="N", help="see tests/conftest.py")
     parser.add_argument("--smoke", action="store_true", help="run the tests of that mark alone")

@@ -15,18 +15,15 @@ notices less than 95 %, or all tests notice less than 100 %.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from instrumented import ROOT, build, copied, python_path, test_file
+import instrumented
+from instrumented import CPU, NPU, ROOT, built, test_file
 
-CPU, NPU = ROOT / ".venv/bin/python", ROOT / ".venv-npu/bin/python"
 FOLDER = ROOT / "out/mutation"
 LEAST_NOTICED = 0.95
 # Test files that concern a mutated file, by a part of its name; what is fast comes first.
@@ -138,30 +135,23 @@ def run(numbers: dict[int, list[str]], tests: str, jobs: int, options: list[str]
     listed = FOLDER / "mutants.json"
     listed.write_text(json.dumps(numbers))
     environment = {
-        **os.environ,
-        "MUTANTS": str(listed),
-        "MUTANT_JOBS": str(jobs),
-        "NPU_LEVELS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": python_path(FOLDER),
-    }
+        "MUTANTS": str(listed), "MUTANT_JOBS": str(jobs), "NPU_LEVELS": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
     options = ["-x", "-q", "--tb=short", "--disable-warnings", "--capture=sys", *options]
     command = [*TESTS[tests], *options, "-p", "mutant", "-p", "no:cacheprovider"]
-    subprocess.run(command, cwd=FOLDER, env=environment, check=True)
+    if not instrumented.run(FOLDER, command, environment):
+        sys.exit("pytest did not run the mutants")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = instrumented.parser(__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at a time")
     parser.add_argument("number", nargs="*", type=int, help="of a mutant; without, all")
     arguments = parser.parse_args()
     everything = all_mutants()
     mutants = [x for x in everything if not arguments.number or x.number in arguments.number]
-    for tests in ("tests", "simulation/tests"):
-        shutil.rmtree(FOLDER / tests, ignore_errors=True)  # where files are gone from the checkout
-    copied(FOLDER, with_branches(everything))
+    built(FOLDER, ["-O1"], changed=with_branches(everything))
     shutil.copyfile(ROOT / "tools/mutant.py", FOLDER / "python/mutant.py")
-    build(FOLDER, ["-O1"], CPU, NPU)
     for file in FOLDER.glob("mutant-*.*"):
         file.unlink()
     left, most_left = mutants, (1 - LEAST_NOTICED) * len(mutants)

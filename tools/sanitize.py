@@ -15,7 +15,6 @@ which both sides are in csrc. The task queue of torch_npu is not built with it e
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from instrumented import ROOT, build, copied, python_path, test_file
+from instrumented import CPU, NPU, ROOT, built, run, test_file, tests_parser
 
 # GCC, which has its sanitizers in libraries that can be loaded early.
 COMPILER = os.environ.get("CXX", "c++")
@@ -104,11 +103,9 @@ def environment(plan: Plan) -> dict[str, str]:
     log = plan.folder / "reports/sanitizer"
     options = {name: f"{options}:log_path={log}" for name, options in plan.options.items()}
     return {
-        **os.environ,
         **options,
         "UBSAN_REPORTS": f"{log}-ubsan",
         "LD_PRELOAD": ":".join(preloaded),
-        "PYTHONPATH": python_path(plan.folder),
         # Levels change torch_npu's code and the thread that runs ours. At level 2 the thread of the
         # task queue runs most of it.
         "NPU_LEVELS": "2",
@@ -134,39 +131,34 @@ def summary(part: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = tests_parser(__doc__)
     parser.add_argument("--threads", action="store_true", help="ThreadSanitizer")
     parser.add_argument("--fuzz", type=float, default=300, metavar="SECONDS")
     parser.add_argument("--seed", default="0", help="of the fuzzer")
-    parser.add_argument("--no-npu", action="store_true", help="leaves out the simulated NPU")
-    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="of pytest, for all tests")
     arguments = parser.parse_args()
     plan = THREADS if arguments.threads else ADDRESSES
-    cpu = ROOT / ".venv/bin/python"
-    npu = None if arguments.no_npu or not plan.npu_tests else ROOT / ".venv-npu/bin/python"
-    build(copied(plan.folder), [*FLAGS, *plan.flags], cpu, npu)
+    npu = bool(plan.npu_tests) and not arguments.no_npu
+    built(plan.folder, [*FLAGS, *plan.flags], npu=npu)
     shutil.rmtree(plan.folder / "reports", ignore_errors=True)
     (plan.folder / "reports").mkdir()
-    given = arguments.pytest
     files = [test_file(name) for name in plan.cpu_tests]
-    runs = [[str(cpu), "-m", "pytest", *files, *given]]
-    if npu is not None:
+    commands = [[CPU, "-m", "pytest", *files, *arguments.pytest]]
+    if npu:
         modules = " or ".join(f"test_npu_{name}" for name in plan.npu_tests)
-        runs.append([str(npu), "tests/npu/run.py", "-k", modules, *given])
+        commands.append([NPU, "tests/npu/run.py", "-k", modules, *arguments.pytest])
     if plan is ADDRESSES:
         fuzz = ["--seconds", str(arguments.fuzz), "--seed", arguments.seed]
-        runs.append([str(cpu), "tests/fuzz/run.py", *fuzz])
-    failed = []
-    for run in runs:
-        print(" ".join(run), flush=True)
-        done = subprocess.run(run, cwd=plan.folder, env=environment(plan), check=False)
-        failed.append(done.returncode)
+        commands.append([CPU, "tests/fuzz/run.py", *fuzz])
+    succeeded = []
+    for command in commands:
+        print(*command, flush=True)
+        succeeded.append(run(plan.folder, command, environment(plan)))
     found = list(reports(plan.folder / "reports"))
     for place, count in Counter(map(summary, found)).most_common():
         print(f"{count} x {place}")
         print(next(part for part in found if summary(part) == place))
     print(f"{len(found)} reports of the sanitizers")
-    return int(any(failed) or bool(found))
+    return int(bool(found) or not all(succeeded))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ import tempfile
 from pathlib import Path
 
 import environment
-from matrix import CACHE, CHECKOUT
+import instrumented
+from instrumented import ROOT
+from matrix import CACHE
 
 # Libraries of torch, torch_npu and CANN, which are where torch and torch_npu are. libgomp too: a
 # second copy of it would have threads of its own.
 NOT_BUNDLED = ["libtorch*", "libc10*", "libtorch_npu*", "libascend*", "libgomp*", "_C.*"]
 
 
-def run(*command: object, folder: Path = CHECKOUT) -> None:
+def run(*command: object, folder: Path = ROOT) -> None:
     # With torch_npu installed, importing torch loads it, which fails on a machine without CANN.
     variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     subprocess.run([str(part) for part in command], cwd=folder, env=variables, check=True)
@@ -32,13 +34,8 @@ def run(*command: object, folder: Path = CHECKOUT) -> None:
 
 def build_wheel(spec: str, python: str, options: argparse.Namespace) -> Path:
     """Return the wheel of one torch and one Python."""
-    torch, _, torch_npu = spec.partition(":")
-    home = options.home / Path(python).name
-    base = home / torch
-    interpreter = environment.with_torch(base, torch, python)
-    if torch_npu:
-        npu = home / f"{torch}-{torch_npu}"
-        interpreter = environment.with_torch_npu(npu, base, torch_npu, python)
+    cpu, npu = environment.with_both(options.home / Path(python).name, spec, python)
+    interpreter = npu or cpu
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         run(interpreter, "setup.py", "-q", "sdist", f"--dist-dir={folder}")
@@ -58,10 +55,10 @@ def build_wheel(spec: str, python: str, options: argparse.Namespace) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Builds wheels, each for one torch and Python.")
+    parser = instrumented.parser(__doc__)
     parser.add_argument("versions", nargs="+", metavar="TORCH[:TORCH_NPU]")
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="INTERPRETER")
-    parser.add_argument("--out", type=Path, default=CHECKOUT / "dist")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--home", type=Path, default=CACHE / "ascend_attn_ops/wheels")
     parser.add_argument(
         "--auditwheel", action="store_true", help="give wheels a manylinux tag with auditwheel"
