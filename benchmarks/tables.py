@@ -47,6 +47,10 @@ def share_of_peak(name: str = "") -> Cell:
     return cell(lambda x: f"{x['gflops'] / x['peak_gflops']:.0%}", name)
 
 
+def megabytes(name: str = "") -> Cell:
+    return cell(lambda x: short(x["bytes"] / 1e6), name)
+
+
 def takes(name: str = "", beside: str = "ours", digits: int = 1) -> Cell:
     """How many times as long as another an implementation takes; nothing for the other itself."""
 
@@ -123,7 +127,7 @@ def training(benchmark: str, each: dict[str, str], beside: str, columns: dict[st
     columns = {
         "tokens/s": cell(lambda x: short(x["tokens"] / x["seconds"])),
         f"time beside {beside.rpartition(', ')[2]}": takes(beside=beside),
-        "peak memory of a step, MB": cell(lambda x: short(x["bytes"] / 1e6)),
+        "peak memory of a step, MB": megabytes(),
         **columns,
     }
     return Table(benchmark, r"(\d+) tokens", {"tokens": "{0}"}, columns, each=each)
@@ -267,6 +271,12 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
     "dense": Table(
         "flash_attention_score", "(.*), (.*)", {"sizes": "{0}", "": "{1}"},
         {**OURS, "SDPA takes": takes("torch SDPA"), "formula takes": takes("torch formula")},
+    ),
+    "dense_memory": Table(
+        "flash_attention_score", "(.* N=16 D=128 bfloat16 causal), (.*)",
+        {"added memory, MB": "{0}", "": "{1}"},
+        {"ours": megabytes(), "SDPA": megabytes("torch SDPA"),
+         "formula": megabytes("torch formula")},
     ),
     "sinks_and_ropes": Table(
         "sinks_and_ropes", "(.*), (.*), (.*)", {"sizes": "{0}", "with": "{1}", "": "{2}"},

@@ -39,18 +39,10 @@ FIRST = {
     "dtensor training",
     "/torch_npu/": "npu_operators_inference npu_operators_others npu_operators_errors "
     "npu_operators_fusion_attention npu_operators_sparse npu_operators_v4",
-    "/arguments.py": "errors_python memory_and_sizes",
-    "_dense_attention.py": "errors_python flash_attention_score",
     "/flash_attn/": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
-    "/flops.py": "flops",
-    "/packing.py": "sparse_models dense_models",
-    "/pages.py": "paged_keys errors_python flash_attn flash_attn_with_kvcache npu_operators_errors",
-    "/statistics.py": "statistics flash_attn dense_context_parallel varlen_attn",
-    "_indexer_loss.py": "indexer_loss errors_python",
-    "sparse_modes.py": "errors_python flash_attention_score prompt_flash_attention",
-    "nn/lightning_indexer.py": "modules errors_python",
-    "quantization.py": "quantize_attention",
-    "training.py": "training_helpers errors_python",
+    "/_core/": "errors_python flops paged_keys statistics sparse_models dense_models flash_attn",
+    "/ops/": "errors_python flash_attention_score indexer_loss",
+    "/nn/": "modules quantize_attention training_helpers errors_python",
 }
 # These run parts of the checkout alone, without the module that says which mutant is active.
 WITHOUT_NPU = ["--ignore=tests/npu/test_npu_packaging.py"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from pathlib import Path
 
 from ascend_attn_ops._core import sparse_modes
 from ascend_attn_ops._core.device_limits import Device, device_in_force, parse
