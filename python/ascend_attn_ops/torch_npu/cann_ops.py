@@ -25,19 +25,10 @@ def metadata(name: str, device: str | None = None, **arguments: Any) -> Tensor:
 
 
 def indexer(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    layout: str,
-    layout_key: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    return_values: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+    name: str, query: Tensor, key: Tensor, weights: Tensor, layout: str, layout_key: str,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
+    seqused_k: Tensor | None, return_values: int, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.ops.ascend.lightning_indexer(
         query, key, weights, layout=layout, layout_key=_PAGED.get(layout_key, layout_key),
         actual_seq_lengths_query=_lengths(name, "q", layout, cu_seqlens_q, seqused_q),
@@ -47,20 +38,11 @@ def indexer(
 
 
 def attention(
-    name: str,
-    layout: str,
-    layout_kv: str,
-    cmp_kv: Tensor | None,
-    cmp_ratio: int,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_ori_kv: Tensor | None,
-    cu_seqlens_cmp_kv: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_ori_kv: Tensor | None = None,
-    seqused_cmp_kv: Tensor | None = None,
-    seqused_kv: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+    name: str, layout: str, layout_kv: str, cmp_kv: Tensor | None, cmp_ratio: int,
+    cu_seqlens_q: Tensor | None, cu_seqlens_ori_kv: Tensor | None, cu_seqlens_cmp_kv: Tensor | None,
+    seqused_q: Tensor | None, seqused_ori_kv: Tensor | None = None,
+    seqused_cmp_kv: Tensor | None = None, seqused_kv: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if seqused_kv is not None:
         seqused_ori_kv = seqused_kv
     if layout_kv in _PAGED and cmp_kv is not None and seqused_cmp_kv is None:
@@ -79,17 +61,10 @@ def attention(
 
 
 def attention_grad(
-    name: str,
-    layout: str,
-    layout_kv: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_ori_kv: Tensor | None,
-    cu_seqlens_cmp_kv: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_ori_kv: Tensor | None,
-    seqused_cmp_kv: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
+    name: str, layout: str, layout_kv: str, cu_seqlens_q: Tensor | None,
+    cu_seqlens_ori_kv: Tensor | None, cu_seqlens_cmp_kv: Tensor | None, seqused_q: Tensor | None,
+    seqused_ori_kv: Tensor | None, seqused_cmp_kv: Tensor | None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients, the probabilities of selected original keys, of which there are none, and of
     selected compressed ones."""
     _check_same_layout(name, "layout_kv", layout, layout_kv)
@@ -107,15 +82,9 @@ def attention_grad(
 
 
 def loss_grad(
-    name: str,
-    layout: str,
-    layout_key: str,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
+    name: str, layout: str, layout_key: str, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, seqused_q: Tensor | None, seqused_k: Tensor | None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     _check_same_layout(name, "layout_k", layout, layout_key)
     return torch.ops.ascend.sparse_lightning_indexer_kl_loss_grad(
         actual_seq_lengths_query=_lengths(name, "q", layout, cu_seqlens_q, seqused_q),

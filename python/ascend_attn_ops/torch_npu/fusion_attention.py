@@ -27,52 +27,40 @@ Options = dict[str, Any]
 
 
 def forward(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    softmax_layout: str,
-    drop_mask: Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    name: str, query: Tensor, key: Tensor, value: Tensor, softmax_layout: str,
+    drop_mask: Tensor | None = None, seed: int = 0, offset: int = 0, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:  # fmt: skip
     if drop_mask is None and (seed or offset):
         raise unsupported(name, "seed", "0 without a dropout_mask, as it is drawn", (seed, offset))
-    ordered_by_token = _ordered_by_token(name, softmax_layout, options)
     scores = _scores(query, key, options)
     if drop_mask is None and options["keep_prob"] < 1:
         drawn = torch.randint(1, _LAST_SEED, (), device=query.device)
         # In a graph the number would be a constant: 0, as torch_npu has it there.
         seed = int(drawn.item()) if has_values(query) else 0
         drop_mask = mask_of(scores, options["keep_prob"], drawn, offset, query.device)
-    results = _attention(query, key, value, drop_mask, ordered_by_token, options)
+    results = _attention(name, query, key, value, softmax_layout, drop_mask, options)
     return *results, query.new_empty(0), seed, offset, scores
 
 
 def forward_v3(
     name: str, query: Tensor, key: Tensor, value: Tensor, softmax_layout: str, **options: Any
 ) -> tuple[Tensor, ...]:
-    ordered_by_token = _ordered_by_token(name, softmax_layout, options)
     options["prefix"] = lengths_tensor(options["prefix"])
     seed, offset = (torch.zeros(1, dtype=torch.int64, device=query.device) for _ in range(2))
     keep_prob, mask = options["keep_prob"], None
     if keep_prob < 1:
         seed = torch.randint(1, _LAST_SEED, (1,), device=query.device)
         mask = mask_of(_scores(query, key, options), keep_prob, seed, offset, query.device)
-    results = _attention(query, key, value, mask, ordered_by_token, options)
+    results = _attention(name, query, key, value, softmax_layout, mask, options)
     return *results, query.new_empty(0), seed, offset
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    ordered_by_token: bool,
+    name: str, query: Tensor, key: Tensor, value: Tensor, softmax_layout: str, mask: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, softmax_max and softmax_sum."""
+    ordered_by_token = _ordered_by_token(name, softmax_layout, options)
     out, maximum, total = torch.ops.ascend.flash_attention_score(
         query, key, value, drop_mask=mask, **options
     )
@@ -91,15 +79,9 @@ def _ordered_by_token(name: str, softmax_layout: str, options: Options) -> bool:
 
 
 def grad_v2(
-    name: str,
-    query: Tensor,
-    softmax_in: Tensor | None,
-    softmax_layout: str,
-    seed: int,
-    offset: int,
-    numels: int,
-    **options: Any,
-) -> tuple[Tensor | None, ...]:
+    name: str, query: Tensor, softmax_in: Tensor | None, softmax_layout: str, seed: int,
+    offset: int, numels: int, **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dq, dk, dv, dpse, dq_rope, dk_rope and d_sink."""
     mask = None
     if options["keep_prob"] != 1:
@@ -118,15 +100,9 @@ def grad(**arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def grad_v3(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    softmax_in: Tensor | None,
-    softmax_layout: str,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
+    name: str, query: Tensor, key: Tensor, softmax_in: Tensor | None, softmax_layout: str,
+    seed: Tensor | None, offset: Tensor | None, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     options |= {"key": key, "prefix": lengths_tensor(options["prefix"])}
     keep_prob, mask = options["keep_prob"], None
     if keep_prob < 1:
@@ -142,13 +118,9 @@ def grad_v3(
 
 
 def _gradients(
-    name: str,
-    query: Tensor,
-    softmax_in: Tensor | None,
-    softmax_layout: str,
-    mask: Tensor | None,
+    name: str, query: Tensor, softmax_in: Tensor | None, softmax_layout: str, mask: Tensor | None,
     options: Options,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """As `grad_v2`. Without a bias dpse is None, without ropes theirs are, without a sink d_sink is
     empty."""
     if softmax_in is not None and softmax_in.numel():

@@ -33,14 +33,9 @@ def one_token(name: str, query: Tensor, layout: str, **options: Any) -> Tensor:
 
 
 def fused(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: str,
-    pse_shift: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+    name: str, query: Tensor, key: Tensor, value: Tensor, layout: str,
+    pse_shift: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns out and lse, which is +inf in rows without keys as torch_npu's is."""
     tensors = {"query": query, "key": key, "value": value}
     for argument, x in tensors.items():
@@ -100,17 +95,9 @@ def fused_out(
 
 
 def paged(
-    name: str,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    num_kv_heads: int,
-    num_heads: int,
-    scale_value: float,
-    block_table: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-) -> None:
+    name: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, num_kv_heads: int,
+    num_heads: int, scale_value: float, block_table: Tensor, context_lens: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     """One token of each sequence, (B, N, D), over pages of (blocks, block_size, Nk, D)."""
     result, _ = torch.ops.ascend.fused_infer_attention_score(
         query.unsqueeze(1), key_cache.flatten(2), value_cache.flatten(2), layout="BSND",

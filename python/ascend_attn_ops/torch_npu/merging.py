@@ -23,17 +23,10 @@ def attention_update(
 
 
 def ring_attention_update(
-    name: str,
-    prev_attn_out: Tensor,
-    prev_softmax_max: Tensor,
-    prev_softmax_sum: Tensor,
-    cur_attn_out: Tensor,
-    cur_softmax_max: Tensor,
-    cur_softmax_sum: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    layout: str,
-    input_softmax_layout: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    name: str, prev_attn_out: Tensor, prev_softmax_max: Tensor, prev_softmax_sum: Tensor,
+    cur_attn_out: Tensor, cur_softmax_max: Tensor, cur_softmax_sum: Tensor,
+    actual_seq_lengths_query: Tensor | None, layout: str, input_softmax_layout: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if prev_attn_out.shape != cur_attn_out.shape or prev_attn_out.dtype != cur_attn_out.dtype:
         expected = f"shape and dtype of prev_attn_out, {shown(prev_attn_out)}"
         raise wrong(ValueError, name, "cur_attn_out", expected, shown(cur_attn_out))

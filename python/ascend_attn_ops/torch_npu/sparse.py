@@ -15,15 +15,9 @@ _PAGED = "PA_BSND"
 
 
 def attention(
-    name: str,
-    value: Tensor | None,
-    layout: str,
-    layout_kv: str,
-    block_table: Tensor | None,
-    return_softmax_lse: bool,
-    query_rope: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    name: str, value: Tensor | None, layout: str, layout_kv: str, block_table: Tensor | None,
+    return_softmax_lse: bool, query_rope: Tensor | None, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check_rope(name, query_rope)
     options["query_rope"] = query_rope
     tensors = (_given(name, value), *(x for x in options.values() if isinstance(x, Tensor)))
@@ -50,13 +44,9 @@ def loss(name: str, query_rope: Tensor | None, **options: Any) -> tuple[Tensor, 
 
 
 def indexer(
-    name: str,
-    layout: str,
-    layout_key: str,
-    block_table: Tensor | None,
-    return_values: bool,
+    name: str, layout: str, layout_key: str, block_table: Tensor | None, return_values: bool,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if layout_key != _PAGED:
         _check_one_layout(name, "layout_key", layout, layout_key, block_table)
     elif return_values:
