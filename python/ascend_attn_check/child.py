@@ -29,18 +29,12 @@ from ascend_attn_check.probe import Context, Outcome, Probe, Probes, Skip
 from ascend_attn_check.results import Result, scrub
 
 SECTIONS: dict[str, Probes] = {
-    "environment": environment.probes,
-    "numbers": numbers.probes,
-    "limits": limits.probes,
-    "known facts": known_facts.probes,
-    "host code": host_code.probes,
-    "recorded kernels": recorded_kernels.probes,
-    "behaviour": behaviour.probes,
-    "communication": communication.probes,
-    "speed": speed.probes,
-}
-
-
+    x.SECTION: x.probes
+    for x in (
+        environment, numbers, limits, known_facts, host_code, recorded_kernels, behaviour,
+        communication, speed,
+    )
+}  # fmt: skip
 _numbers = itertools.count(1)
 
 

@@ -14,7 +14,7 @@ import torch
 from ascend_attn_ops._core.device_limits import limits
 
 from ascend_attn_check.limits import refusal_of_device
-from ascend_attn_check.probe import PASS, Context, Outcome, Probe, Skip
+from ascend_attn_check.probe import PASS, Context, Outcome, Probe, Skip, skipping
 from ascend_attn_check.samples import OPERATORS
 from ascend_attn_check.samples.attention_update import UpdateCase
 from ascend_attn_check.samples.flash_attention_score import FlashCase
@@ -70,16 +70,12 @@ CALLS = [
 def probes(context: Context) -> Iterator[Probe]:
     device = context.product
     if device is None:
-        yield Probe(SECTION, "all calls", "all calls", _without_device, quick=True)
+        yield skipping(SECTION, "all calls", "the host code is that of an NPU, and this is the CPU")
         return
     for call in CALLS:
         if device.product in call.products:
             name = f"{call.operator}-{call.id}"
             yield Probe(SECTION, call.operator, name, partial(_run, call), quick=True)
-
-
-def _without_device(context: Context) -> Outcome:
-    raise Skip("the host code is that of an NPU, and this is the CPU")
 
 
 def _run(call: Call, context: Context) -> Outcome:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ascend_attn_check.limits import refusal_of_device
 from ascend_attn_check.numbers import compare
-from ascend_attn_check.probe import PASS, Context, Outcome, Probe, Skip
+from ascend_attn_check.probe import PASS, Context, Outcome, Probe, Skip, skipping
 from ascend_attn_check.samples import OPERATORS
 from ascend_attn_check.samples.flash_attention_score import FlashCase
 from ascend_attn_check.samples.fused_infer_attention_score import InferCase
@@ -64,16 +64,12 @@ class Fact:
 def probes(context: Context) -> Iterator[Probe]:
     device = context.product
     if device is None:
-        yield Probe(SECTION, "all facts", "all facts", _without_device, quick=True)
+        yield skipping(SECTION, "all facts", "the facts are those of an NPU, and this is the CPU")
         return
     for fact in FACTS:
         if device.product in fact.products and device.cann in fact.releases:
             run = partial(_run, fact)
             yield Probe(SECTION, fact.operator, fact.id, run, quick=True, danger=fact.danger)
-
-
-def _without_device(context: Context) -> Outcome:
-    raise Skip("the facts are those of an NPU, and this is the CPU")
 
 
 def _run(fact: Fact, context: Context) -> Outcome:

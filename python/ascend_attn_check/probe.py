@@ -91,4 +91,13 @@ class Probe:
         return f"{self.section}/{self.name}"
 
 
+def skipping(section: str, name: str, reason: str) -> Probe:
+    """The only line of a section that cannot run here."""
+
+    def run(context: Context) -> Outcome:
+        raise Skip(reason)
+
+    return Probe(section, name, name, run, quick=True)
+
+
 Probes = Callable[[Context], Iterator[Probe]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ascend_attn_check import kernel_calls
 from ascend_attn_check.kernel_calls import Distance, KernelCall
-from ascend_attn_check.probe import Context, Outcome, Probe, Skip
+from ascend_attn_check.probe import Context, Outcome, Probe, Skip, skipping
 
 SECTION = "recorded kernels"
 
@@ -29,7 +29,9 @@ FINDINGS = {
 
 def probes(context: Context) -> Iterator[Probe]:
     if context.recorded is None:
-        yield Probe(SECTION, "all calls", "all calls", _without_files, quick=True)
+        yield skipping(
+            SECTION, "all calls", "no recorded calls are at hand: --recorded names their folder"
+        )
         return
     for path in kernel_calls.files_in(context.recorded):
         try:
@@ -40,10 +42,6 @@ def probes(context: Context) -> Iterator[Probe]:
             continue
         for call in calls:
             yield Probe(SECTION, call.id, call.id, partial(_run, call), quick=True)
-
-
-def _without_files(context: Context) -> Outcome:
-    raise Skip("no recorded calls are at hand: --recorded names their folder")
 
 
 def _unreadable(text: str, context: Context) -> Outcome:

@@ -47,17 +47,12 @@ class Result:
 @cache
 def _roots() -> list[tuple[str, str]]:
     """Folders that a report may name, by the word that stands for each; the longest first."""
-    named = {
-        "<program>": str(Path(ascend_attn_ops.__file__).parents[1]),
-        "<python>": sys.prefix,
-        "<base python>": sys.base_prefix,
-        **{
-            "<CANN>" if name == "ASCEND_HOME_PATH" else f"<{name}>": os.environ[name]
-            for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
-            if os.environ.get(name)
-        },
-    }
-    return sorted(((path, word) for word, path in named.items()), key=lambda x: -len(x[0]))
+    program = str(Path(ascend_attn_ops.__file__).parents[1])
+    named = {program: "<program>", sys.base_prefix: "<base python>", sys.prefix: "<python>"}
+    for name in ("ASCEND_OPP_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
+        if path := os.environ.get(name):
+            named[path] = "<CANN>" if name == "ASCEND_HOME_PATH" else f"<{name}>"
+    return sorted(named.items(), key=lambda x: -len(x[0]))
 
 
 @cache

@@ -14,14 +14,6 @@ from ascend_attn_ops.reference.call import Outputs, Sample
 from torch import Tensor
 
 
-def every_case(case: Any) -> bool:
-    return True
-
-
-def no_case(case: Any) -> None:
-    return None
-
-
 def random_gradient(sample: Sample, outputs: Outputs, output: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
@@ -44,7 +36,7 @@ class Gradient:
     # As `backward`, where the reference states its gradients; None: autograd differentiates it.
     stated: Callable[..., Sequence[Any]] | None = None
     # The cases that can be differentiated; the operator refuses the others.
-    takes: Callable[[Any], bool] = every_case
+    takes: Callable[[Any], bool] = lambda case: True
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +50,9 @@ class Operator:
     # Autograd refuses it: its outputs are no constants, and nobody computes their gradient.
     inference_only: bool = False
     # The cases within the limits of the device, a few of each form.
-    on_device: Callable[[Any], bool] = every_case
+    on_device: Callable[[Any], bool] = lambda case: True
     # A case in sizes that devices accept, which does what the given one does; None: without one.
-    sized: Callable[[Any], Any | None] = no_case
+    sized: Callable[[Any], Any | None] = lambda case: None
     # torch_npu's own operator for the same call; None where it has none.
     torch_npu: Callable[[dict[str, Any]], Any] | None = None
     # It takes DTensors (`distributed/dtensor/_axes.py`).
