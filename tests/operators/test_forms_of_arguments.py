@@ -20,7 +20,7 @@ COMPRESSED = (2, 3, 4, 6, 7, 8)
 
 
 def lists(sample: Sample) -> dict[str, list[int]]:
-    """Of its lengths in tensors."""
+    """Its lengths in tensors, by name."""
     given = ((name, sample.options.get(name)) for name in LENGTHS_ON_HOST)
     return {name: x.tolist() for name, x in given if isinstance(x, Tensor)}
 
