@@ -9,7 +9,6 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
@@ -21,40 +20,39 @@ PYTHON = ROOT / "python"
 
 
 class Part(NamedTuple):
-    """A part of the code: patterns of its files, what it is, and what stands below it.
+    """A folder of the code: what it is, and what stands below it.
 
     It may use all that is below: what is named here, and what that may use.
     """
 
-    files: tuple[str, ...]
     what: str
     below: tuple[str, ...] = ()
 
 
 # The folders of csrc: "uses" is "includes".
 CSRC_PARTS = {
-    "core": Part(("core/*",), "vocabulary of the rules: layouts, lengths, limits, errors"),
-    "dispatch": Part(("dispatch/*",), "from a struct to kernels of the dispatcher", ("core",)),
-    "ops": Part(("ops/*",), "each operator: schema, arguments, rules, outputs", ("dispatch",)),
-    "autograd": Part(("autograd/*",), "gradients, autocast", ("ops",)),
-    "cpu": Part(("cpu/*",), "CPU kernels", ("ops",)),
-    "npu": Part(("npu/*",), "aclnn launches: _npu", ("ops",)),
-    "python": Part(("python/*", "library.cpp"), "bindings: _C", ("cpu",)),
+    "core": Part("vocabulary of the rules: layouts, lengths, limits, errors"),
+    "dispatch": Part("from a struct to kernels of the dispatcher", ("core",)),
+    "ops": Part("each operator: schema, arguments, rules, outputs", ("dispatch",)),
+    "autograd": Part("gradients, autocast", ("ops",)),
+    "cpu": Part("CPU kernels", ("ops",)),
+    "npu": Part("aclnn launches: _npu", ("ops",)),
+    "python": Part("bindings: _C", ("cpu",)),
 }
 
 # The folders of the package: "uses" is "imports", when a module loads, later, or for an annotation.
 # The files beside them are its door.
 PACKAGE_PARTS = {
-    "_core": Part(("_core/*", "_C.pyi"), "errors, loading, lengths, pages, masks, device limits"),
-    "ops": Part(("ops/*",), "the public functions, one per operator", ("_core",)),
-    "reference": Part(("reference/*",), "in plain torch", ("_core",)),
-    "nn": Part(("nn/*",), "attention, modules, pages, training, int8", ("ops",)),
-    "debug": Part(("debug/*",), "compare, record, report", ("reference",)),
-    "flash_attn": Part(("flash_attn/*",), "flash-attn's API", ("ops",)),
-    "torch_npu": Part(("torch_npu/*",), "torch_npu's API", ("ops",)),
-    "distributed": Part(("distributed/*",), "several ranks", ("nn",)),
-    "transformers": Part(("transformers/*",), "transformers", ("nn",)),
-    "ascend_attn_ops": Part(("*",), "import ascend_attn_ops", ("nn", "debug")),
+    "_core": Part("errors, loading, lengths, pages, masks, device limits"),
+    "ops": Part("the public functions, one per operator", ("_core",)),
+    "reference": Part("in plain torch", ("_core",)),
+    "nn": Part("attention, modules, pages, training, int8", ("ops",)),
+    "debug": Part("compare, record, report", ("reference",)),
+    "flash_attn": Part("flash-attn's API", ("ops",)),
+    "torch_npu": Part("torch_npu's API", ("ops",)),
+    "distributed": Part("several ranks", ("nn",)),
+    "transformers": Part("transformers", ("nn",)),
+    "ascend_attn_ops": Part("import ascend_attn_ops", ("nn", "debug")),
 }
 
 # The other folders of the checkout. They use csrc and the package, which do not use them.
@@ -70,6 +68,8 @@ AROUND = {
 class Tree:
     folder: Path
     parts: dict[str, Part]
+    # The parts of the files that stand beside the folders.
+    beside: dict[str, str]
     # The files that a file uses.
     used_by: Callable[[Path], Iterator[Path]]
 
@@ -78,11 +78,10 @@ class Tree:
         return sorted(x for suffix in suffixes for x in self.folder.rglob(f"*.{suffix}"))
 
     def part_of(self, file: Path) -> str:
-        name = self.name(file)
-        for part, (patterns, *_) in self.parts.items():
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                return part
-        raise LookupError(f"{file} is of no part in {__file__}")
+        folder, _, inside = self.name(file).partition("/")
+        part = folder if inside else self.beside[folder]
+        assert part in self.parts, f"{file} is of no part in {__file__}"
+        return part
 
     def below(self, part: str) -> set[str]:
         """The parts that a part may use."""
@@ -122,6 +121,11 @@ def module_file(name: str) -> Path:
 
 
 TREES = {
-    "csrc": Tree(CSRC, CSRC_PARTS, included),
-    "python": Tree(PYTHON / "ascend_attn_ops", PACKAGE_PARTS, imported),
+    "csrc": Tree(CSRC, CSRC_PARTS, {"library.cpp": "python"}, included),
+    "python": Tree(
+        PYTHON / "ascend_attn_ops",
+        PACKAGE_PARTS,
+        {"_C.pyi": "_core", "__init__.py": "ascend_attn_ops", "__main__.py": "ascend_attn_ops"},
+        imported,
+    ),
 }

@@ -1,1 +1,1 @@
-"""What all of the package stands on: errors, loading, private parts of torch, lengths, pages."""
+"""The ground of the package: errors, loading, private parts of torch, lengths, pages, limits."""

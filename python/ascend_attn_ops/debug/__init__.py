@@ -1,4 +1,4 @@
-"""What a device accepts, what a call computes, and what is installed here."""
+"""Limits of devices, comparison and records of calls, and a report of what is installed."""
 
 from ascend_attn_ops._core.device_limits import limits, set_limits
 from ascend_attn_ops._core.value_checks import check_values

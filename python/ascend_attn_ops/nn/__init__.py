@@ -1,4 +1,4 @@
-"""What models are built of: the indexer and its training, pages of keys and values, masks."""
+"""Parts of models: the indexer and its training, pages of keys and values, masks."""
 
 from ascend_attn_ops._core.pages import (
     gather_paged_kv,
