@@ -1,4 +1,4 @@
-"""Operators under autocast cast as scaled_dot_product_attention does."""
+"""Operators under autocast cast as scaled_dot_product_attention does: see tests/programs, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.autocast import STATISTICS, cast, kept_names
 from support.samples import OPERATORS, Sample
 from support.tolerance import assert_same_bits
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -72,17 +71,6 @@ def test_gradients_have_the_dtype_of_their_tensor(name: str, dtype: torch.dtype)
     for argument, actual, other in zip(names, gradients, expected, strict=True):
         assert actual.dtype == sample.tensors[argument].dtype
         assert_same_bits((actual.to(other.dtype),), (other,))
-
-
-def test_as_scaled_dot_product_attention() -> None:
-    x = torch.randn(1, 2, 8, 16)
-    sample = {"num_heads": 2, "layout": "BNSD"}
-    for inputs in ((x, x, x), (x, x.half(), x.bfloat16()), (x.double(), x.double(), x.double())):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = ops.flash_attention_score(*inputs, **sample)[0]
-            theirs = scaled_dot_product_attention(*inputs)
-        assert out.dtype == theirs.dtype
-        torch.testing.assert_close(out, theirs, rtol=2**-6, atol=2**-6)
 
 
 def test_quantised_inputs_are_left_alone() -> None:

@@ -9,46 +9,15 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from support.attention import qkv, to_layout
+from support.attention import qkv
 from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 B, N, D = 2, 4, 16
 score = ops.flash_attention_score
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize(
-    "shape", [(B, 1, 1, 9), (1, 1, 1, 9), (B, N, 1, 9), (1, N, 6, 9), (1, N, 1, 9), (B, 1, 6, 1)],
-    ids=str,
-)  # fmt: skip
-def test_the_public_function_expands_masks(shape: tuple[int, ...], mode: int, layout: str) -> None:
-    leaves = [x.requires_grad_() for x in qkv(6, 9)]
-    kept = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
-    if shape[-1] > 1:
-        kept[..., 0] = True
-    else:
-        kept[:, :, :2] = True
-    query, key, value = (to_layout(x, layout) for x in leaves)
-    options: dict[str, Any] = {"num_heads": N, "layout": layout, "sparse_mode": mode}
-    out, *statistics = score(query, key, value, attn_mask=kept, **options)
-    rows = kept.expand(B, N, 6, 9).any(-1, keepdim=True)
-    dense = scaled_dot_product_attention(*leaves, attn_mask=kept)
-    expected = to_layout(torch.where(rows, dense, 0), layout)
-    torch.testing.assert_close(out, expected)
-    d_out = torch.randn_like(out)
-    actual = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
-    torch.testing.assert_close(actual, torch.autograd.grad(expected, leaves, d_out))
-    inputs = [x.detach() for x in (query, key, value, d_out, *statistics, out)]
-    gradients = ops.flash_attention_score_grad(
-        *inputs, atten_mask=~kept, scale_value=D**-0.5, **options
-    )
-    torch.testing.assert_close(gradients, tuple(to_layout(x, layout) for x in actual))
 
 
 def test_masks_are_expanded_without_their_values() -> None:

@@ -1,4 +1,4 @@
-"""Parts of models: the indexer and its training, pages of keys and values, masks."""
+"""Parts of models: attention, masks, latent attention, indexers and their training, pages."""
 
 from ascend_attn_ops._core.pages import (
     gather_paged_kv,
@@ -9,15 +9,22 @@ from ascend_attn_ops._core.pages import (
 )
 from ascend_attn_ops._core.sparse_modes import sparse_mode_mask
 from ascend_attn_ops._core.statistics import log_sum_exp
+from ascend_attn_ops.nn.attention import attention
 from ascend_attn_ops.nn.compression import compress_keys
 from ascend_attn_ops.nn.indexer_training import sparse_flash_mla_with_indexer_loss
 from ascend_attn_ops.nn.lightning_indexer import LightningIndexer
+from ascend_attn_ops.nn.masks import Band, Causal, CutCausal, Prefix
 from ascend_attn_ops.nn.quantization import quantize_attention_inputs
 from ascend_attn_ops.nn.training import attach_loss, save_attention_policy
 
 __all__ = [
+    "Band",
+    "Causal",
+    "CutCausal",
     "LightningIndexer",
+    "Prefix",
     "attach_loss",
+    "attention",
     "compress_keys",
     "gather_paged_kv",
     "log_sum_exp",
