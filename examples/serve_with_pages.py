@@ -5,7 +5,7 @@
 Requests arrive and end at different times and share one cache. Each step of the loop is one forward
 of the model over new tokens of the running requests, packed one after another: one token of every
 request that decodes, and chunks of prompts, as many as the token budget has room for. In each
-layer, scatter_pa_kv_cache_ writes the new keys and values to the pages of their requests, and
+layer, a PagedCache writes the new keys and values to the pages of their requests, and
 fused_infer_attention_score reads the pages where they are. Then model.generate() decodes every
 request alone, and the tokens must be equal.
 
@@ -19,10 +19,11 @@ import argparse
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ascend_attn_ops as ops
 import torch
@@ -35,29 +36,17 @@ Model = Any
 SIZES = (1, 2, 4, 8, 16)  # requests at a time, for the speed
 
 
-class Pages(NamedTuple):
-    """A step with T new tokens of B requests, as attention needs it."""
-
-    caches: list[tuple[Tensor, Tensor]]  # of each layer, (num_blocks, block_size, Nk, D)
-    slots: Tensor  # (T,): where the new keys and values go
-    block_table: Tensor  # (B, M): the blocks of each request
-    query_ends: list[int]  # cumulative: the new tokens of each request
-    key_lengths: list[int]  # the keys of each request, with the new ones
-
-
 def attend_to_pages(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, pages: Pages,
-    scaling: float, **others: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *,
+    pages_of: Callable[[int], Any], scaling: float, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """An attention implementation of transformers, for tensors (1, heads, T, D)."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    key_cache, value_cache = pages.caches[module.layer_idx]
-    ops.scatter_pa_kv_cache_(key, key_cache, pages.slots, value, value_cache)
+    pages = pages_of(module.layer_idx)
+    pages.write(key=key, value=value)
     out, _ = ops.fused_infer_attention_score(
-        query, key_cache.flatten(2), value_cache.flatten(2), num_heads=query.shape[1],
-        num_key_value_heads=key.shape[1], layout="TND", sparse_mode=3, scale_value=scaling,
-        block_table=pages.block_table, actual_seq_lengths_query=pages.query_ends,
-        actual_seq_lengths_key=pages.key_lengths,
+        query, pages.dense("key"), pages.dense("value"), num_key_value_heads=key.shape[1],
+        sparse_mode=3, scale_value=scaling, **pages.step.options,
     )  # fmt: skip
     return out.unsqueeze(0), None
 
@@ -72,7 +61,7 @@ class Request:
     arrival: int = 0  # the step
     generated: list[int] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in the cache
-    blocks: list[int] = field(default_factory=list)
+    sequence: int = 0  # of the cache
 
     @property
     def tokens(self) -> list[int]:
@@ -87,13 +76,12 @@ class Server:
     """Runs up to `batch` requests at a time, with up to `budget` tokens in a step."""
 
     def __init__(self, model: Model, blocks: int, block_size: int, budget: int, batch: int) -> None:
-        self.model, self.block_size = model, block_size
-        self.budget, self.batch = budget, batch
-        config = model.config
-        shape = (blocks, block_size, config.num_key_value_heads, config.head_dim)
-        new = model.lm_head.weight.new_zeros
-        self.caches = [(new(shape), new(shape)) for _ in range(config.num_hidden_layers)]
-        self.free = list(range(blocks))
+        self.model, self.budget, self.batch = model, budget, batch
+        row = (model.config.num_key_value_heads, model.config.head_dim)
+        self.cache = ops.PagedCache(
+            blocks, block_size, {"key": row, "value": row}, dtype=model.dtype,
+            layers=model.config.num_hidden_layers, device=model.device,
+        )  # fmt: skip
         self.running: list[Request] = []
 
     def serve(self, requests: Iterable[Request], report: bool = False) -> None:
@@ -107,20 +95,23 @@ class Server:
                 raise SystemExit("--blocks: too few for the first request that waits")
             for request in [x for x in self.running if len(x.generated) == x.new]:
                 self.running.remove(request)
-                self.free += request.blocks
+                self.cache.free(request.sequence)
                 if report:
                     print(
                         f"step {step:3}: {request.new:2} tokens after {len(request.prompt):3}; "
-                        f"{len(self.running)} running, {len(self.free):2} blocks free", flush=True,
+                        f"{len(self.running)} running, {self.cache.free_blocks:2} blocks free",
+                        flush=True,
                     )  # fmt: skip
             step += 1
 
     def admits(self, request: Request) -> bool:
         """Takes all blocks that a request will need, if there are enough."""
-        count = -(-(len(request.prompt) + request.new) // self.block_size)
-        if len(self.running) == self.batch or count > len(self.free):
+        length = len(request.prompt) + request.new
+        room = self.cache.free_blocks * self.cache.block_size
+        if len(self.running) == self.batch or length > room:
             return False
-        request.blocks = [self.free.pop() for _ in range(count)]
+        request.sequence = self.cache.add()
+        self.cache.reserve({request.sequence: length})
         return True
 
     def step(self) -> None:
@@ -132,32 +123,19 @@ class Server:
             if count:
                 chunks.append((request, count))
                 budget -= count
-        # Each token has a request, a position and a number.
-        rows: list[int] = []
-        positions: list[int] = []
+        step = self.cache.append({request.sequence: count for request, count in chunks})
         tokens: list[int] = []
-        ends = []
-        for row, (request, count) in enumerate(chunks):
-            rows += [row] * count
-            positions += range(request.cached, request.cached + count)
+        for request, count in chunks:
             tokens += request.tokens[request.cached :][:count]
             request.cached += count
-            ends.append(len(tokens))
-        most = max(len(request.blocks) for request, _ in chunks)
-        table = self.tensor([r.blocks + [-1] * (most - len(r.blocks)) for r, _ in chunks])
-        at = self.tensor(positions)
-        slots = ops.slot_mapping(table[self.tensor(rows)], at, self.block_size)
-        pages = Pages(self.caches, slots, table, ends, [request.cached for request, _ in chunks])
         logits = self.model(
-            self.tensor(tokens)[None], position_ids=at[None], use_cache=False, pages=pages,
-            logits_to_keep=self.tensor(ends) - 1,
+            torch.tensor([tokens], device=self.model.device), position_ids=step.positions[None],
+            use_cache=False, logits_to_keep=torch.tensor(step.query_ends) - 1,
+            pages_of=partial(self.cache.layer, step=step),
         ).logits  # fmt: skip
         for (request, _), token in zip(chunks, logits[0].argmax(-1).tolist(), strict=True):
             if request.pending() == 0:  # else a part of its prompt, whose prediction is known
                 request.generated.append(token)
-
-    def tensor(self, numbers: list[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=self.model.device)
 
 
 def generate(model: Model, request: Request) -> Any:

@@ -14,6 +14,7 @@ from ascend_attn_ops.nn.compression import compress_keys
 from ascend_attn_ops.nn.indexer_training import sparse_flash_mla_with_indexer_loss
 from ascend_attn_ops.nn.lightning_indexer import LightningIndexer
 from ascend_attn_ops.nn.masks import Band, Causal, CutCausal, Prefix
+from ascend_attn_ops.nn.paged_cache import PagedCache
 from ascend_attn_ops.nn.quantization import quantize_attention_inputs
 from ascend_attn_ops.nn.training import attach_loss, save_attention_policy
 
@@ -22,6 +23,7 @@ __all__ = [
     "Causal",
     "CutCausal",
     "LightningIndexer",
+    "PagedCache",
     "Prefix",
     "attach_loss",
     "attention",
