@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ascend_attn_ops.nn.latent_attention import LatentAttention, LatentInputs
 from harness import Benchmark, Call, extra_memory, interleaved
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from sparse_lm import (
     Block,
-    LatentAttention,
     ModelConfig,
     Select,
     SparseLM,
@@ -50,9 +50,10 @@ SMALLEST_PROBABILITY = 1e-8
 class EagerAttention(LatentAttention):
     """The layer in plain torch: masks what is not selected, and leaves gradients to autograd."""
 
-    def forward(self, x: Tensor, select: Select, shards: object = None) -> tuple[Tensor, Tensor]:
-        query, query_rope, latent, key_rope, projections, _ = self.project(x)
-        tokens = x.shape[1]
+    def attend(self, inputs: LatentInputs, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        query, query_rope, latent, key_rope, projections = inputs
+        assert projections is not None
+        tokens = query.shape[1]
         causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         query_index, key_index, weights = projections
         logits = torch.einsum("bshd,btd->bhst", query_index, key_index.squeeze(2)).relu()
@@ -83,9 +84,9 @@ def model_of(way: str, config: ModelConfig) -> tuple[SparseLM, Select]:
     if way == "eager":
         for block in model.blocks:
             assert isinstance(block, Block)
-            parameters = block.attention.state_dict()
-            block.attention = EagerAttention(config)
-            block.attention.load_state_dict(parameters)
+            block.attention.__class__ = EagerAttention
+        # The layer selects by itself.
+        return model, lambda *_: torch.empty(0)
     return model, select_all if way == "dense" else select_by_indexer
 
 

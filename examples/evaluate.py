@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+from ascend_attn_ops.nn.latent_attention import LatentAttention, LatentInputs
 from precision import autocast
 from sparse_lm import (
-    AttentionInputs,
-    LatentAttention,
     Select,
     SparseLM,
     select_all,
@@ -31,7 +30,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return indices.masked_fill(values == -math.inf, -1).int().unsqueeze(2)
 
 
-def attention_probabilities(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+def attention_probabilities(layer: LatentAttention, inputs: LatentInputs) -> Tensor:
     """Return the dense attention that the indexer imitates: mean over heads, (B, S, S) fp32."""
     keys = torch.cat([inputs.latent, inputs.key_rope], dim=-1).squeeze(2).float()
     queries = torch.cat([inputs.query, inputs.query_rope], dim=-1).float()
@@ -45,18 +44,18 @@ def attention_probabilities(layer: LatentAttention, inputs: AttentionInputs) -> 
     return total / queries.shape[2]
 
 
-def select_ideal(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+def select_ideal(layer: LatentAttention, inputs: LatentInputs, shards: object = None) -> Tensor:
     """Select the k keys with the largest attention mass: no other k keys hold more."""
     return top_k(attention_probabilities(layer, inputs), layer.top_k)
 
 
-def select_recent(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+def select_recent(layer: LatentAttention, inputs: LatentInputs, shards: object = None) -> Tensor:
     batch, length = inputs.query.shape[:2]
     query, key = _positions(length, inputs.query.device)
     return top_k((key - query).float().expand(batch, length, length), layer.top_k)
 
 
-def select_random(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+def select_random(layer: LatentAttention, inputs: LatentInputs, shards: object = None) -> Tensor:
     batch, length = inputs.query.shape[:2]
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(batch, length, length, generator=generator)
@@ -102,10 +101,14 @@ def evaluate(
     mass: dict[str, list[float]] = defaultdict(list)
     bits: dict[str, list[float]] = defaultdict(list)
 
-    def select_all_and_measure(layer: LatentAttention, inputs: AttentionInputs) -> Tensor:
+    def select_all_and_measure(
+        layer: LatentAttention, inputs: LatentInputs, shards: object = None
+    ) -> Tensor:
         probabilities = attention_probabilities(layer, inputs)
         for name, select in SELECTIONS.items():
-            mass[name].append(captured_mass(probabilities, select(layer, inputs), layer.top_k))
+            mass[name].append(
+                captured_mass(probabilities, select(layer, inputs, None), layer.top_k)
+            )
         return select_all(layer, inputs)
 
     model.eval()

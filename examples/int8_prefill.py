@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import ascend_attn_ops as ops
 import matplotlib
 import torch
+from ascend_attn_ops import LatentAttention
 from npu import register_npu
 from precision import add_dtype, autocast, dtype_of
 from python_corpus import load_corpus, sample_windows
-from sparse_lm import Block, LatentAttention, ModelConfig, SparseLM
+from sparse_lm import Block, ModelConfig, SparseLM
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -4,9 +4,9 @@
     python examples/paged_decode.py
 
 Each layer caches the latent, the rotary key and the indexer's key of every token in blocks of a
-fixed size. A sequence takes a block when its last one is full and frees all of them when it ends; a
-waiting prompt starts as soon as there are blocks for it. The indexer and the attention read the
-blocks where they are. Then everything is decoded again without a cache, and the bytes must match.
+fixed size (ascend_attn_ops.PagedCache). A waiting prompt starts as soon as there are blocks for all
+of its bytes, and frees them when it ends. The indexer and the attention read the blocks where they
+are. Then everything is decoded again without a cache, and the bytes must match.
 
 At the end, one sequence is decoded after longer and longer texts: with sparse attention, to the
 keys that the indexer prefers, and with dense attention, to all of them.
@@ -20,120 +20,44 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import ascend_attn_ops as ops
 import torch
+from ascend_attn_ops import LatentAttention
 from npu import register_npu
 from python_corpus import load_corpus, sample_windows
-from sparse_lm import AttentionInputs, Block, LatentAttention, ModelConfig, SparseLM
+from sparse_lm import Block, ModelConfig, SparseLM
 from torch import Tensor
 
-
-class Keys(NamedTuple):
-    """Keys to attend to: (B, S, 1, D) each, or caches (num_blocks, block_size, 1, D)."""
-
-    latent: Tensor
-    rope: Tensor
-    indexer: Tensor
-    # For caches, as arguments of the operators: PA_BSND, and the blocks of each sequence.
-    layout: str | None = None
-    block_table: Tensor | None = None
-
-
-def new_keys(inputs: AttentionInputs) -> Keys:
-    return Keys(inputs.latent, inputs.key_rope, inputs.projections.key_index)
-
-
-class LayerCache:
-    """The keys of one layer, in blocks (num_blocks, block_size, 1, D)."""
-
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
-        sizes = (config.latent_dim, config.rope_dim, config.index_dim)
-        shapes = [(num_blocks, block_size, 1, size) for size in sizes]
-        latent, rope, indexer = (like.new_zeros(shape) for shape in shapes)
-        self.keys = Keys(latent, rope, indexer)
-
-    def write(self, keys: Keys, slots: Tensor) -> None:
-        latent, rope, indexer = (key.flatten(0, 1) for key in keys[:3])
-        # One call can write rows of different sizes: here latents as key and ropes as value.
-        ops.scatter_pa_kv_cache_(latent, self.keys.latent, slots, rope, self.keys.rope)
-        ops.scatter_pa_kv_cache_(indexer, self.keys.indexer, slots)
-
-    def read(self, block_table: Tensor) -> Keys:
-        """Copies nothing. Rows beyond the length of a sequence are never read."""
-        return self.keys._replace(layout="PA_BSND", block_table=block_table)
-
-
-KeysOfLayer = Callable[[int, AttentionInputs], Keys]
+ATTENTION = ("sparse", "dense")
 SPEED_STEPS = 16
-Select = Callable[[LatentAttention, AttentionInputs, Keys, Tensor], Tensor]
-"""Returns the keys that each query attends to, (B, S, 1, K) int32. The last argument has the number
-of keys of each sequence."""
+Attend = Callable[[int, LatentAttention, Tensor], Tensor]
+"""The output of a layer, by its number, for hidden states (B, S, hidden_size)."""
 
 
-def select_by_indexer(
-    layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor
-) -> Tensor:
-    projections = inputs.projections._replace(key_index=keys.indexer)
-    return layer.indexer.select(
-        projections, layer.top_k, actual_seq_lengths_key=lengths, layout_key=keys.layout,
-        block_table=keys.block_table,
-    )  # fmt: skip
+def every_key(positions: Tensor) -> Tensor:
+    """Selects all keys up to each position, padded with -1."""
+    keys = torch.arange(int(positions.amax()) + 1, dtype=torch.int32, device=positions.device)
+    return torch.where(keys <= positions[..., None], keys, -1).unsqueeze(-2)
 
 
-def select_all(
-    layer: LatentAttention, inputs: AttentionInputs, keys: Keys, lengths: Tensor
-) -> Tensor:
-    """The operator applies the causal mask, and passes over what a sequence does not have."""
-    batch, tokens = inputs.query.shape[:2]
-    count = int(lengths.amax())
-    positions = torch.arange(count, dtype=torch.int32, device=lengths.device)
-    return positions.expand(batch, tokens, 1, count)
-
-
-ATTENTION: dict[str, Select] = {"sparse": select_by_indexer, "dense": select_all}
-
-
-def next_bytes(
-    model: SparseLM,
-    text: Tensor,
-    positions: Tensor,
-    keys_of_layer: KeysOfLayer,
-    select: Select,
-) -> Tensor:
-    """Predict the byte (B,) after text (B, S'), whose last S bytes are at positions (B, S)."""
-    x = model.embed(text)[:, -positions.shape[1] :]
-    lengths = (positions[:, -1] + 1).int()
+def next_bytes(model: SparseLM, text: Tensor, new: int, attend: Attend) -> Tensor:
+    """Predict the byte (B,) after text (B, S'), of which the layers see the last `new` bytes."""
+    x = model.embed(text)[:, -new:]
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        layer = block.attention
-        inputs = layer.project(block.attention_norm(x), positions)
-        keys = keys_of_layer(i, inputs)
-        x = x + attend(layer, inputs, keys, select(layer, inputs, keys, lengths), lengths)
+        x = x + attend(i, block.attention, block.attention_norm(x))
         x = x + block.mlp(x)
     return model.head(model.norm(x[:, -1])).argmax(-1)
 
 
-def attend(
-    layer: LatentAttention, inputs: AttentionInputs, keys: Keys, indices: Tensor, lengths: Tensor
-) -> Tensor:
-    attended, *_ = ops.sparse_flash_attention(
-        inputs.query, keys.latent, keys.latent, indices,
-        scale_value=layer.scale, query_rope=inputs.query_rope, key_rope=keys.rope,
-        actual_seq_lengths_key=lengths, layout_kv=keys.layout, block_table=keys.block_table,
-    )  # fmt: skip
-    values = torch.einsum("bsnl,nld->bsnd", attended, layer.absorbed_value)
-    return layer.out(values.flatten(-2))
-
-
 @dataclass
-class Sequence:
+class Text:
     text: list[int]
     total: int  # bytes, when complete
-    blocks: list[int] = field(default_factory=list)
+    sequence: int = 0  # of the cache
 
     def complete(self) -> bool:
         return len(self.text) == self.total
@@ -141,90 +65,79 @@ class Sequence:
 
 class PagedDecoder:
     def __init__(
-        self,
-        model: SparseLM,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        select: Select = select_by_indexer,
-    ):
-        self.model, self.block_size, self.select = model, block_size, select
+        self, model: SparseLM, config: ModelConfig, num_blocks: int, block_size: int,
+        attention: str = "sparse",
+    ) -> None:  # fmt: skip
+        self.model, self.attention = model, attention
         weight = model.head.weight
-        self.device = weight.device
-        self.layers = [LayerCache(config, num_blocks, block_size, weight) for _ in model.blocks]
-        self.free = list(range(num_blocks))
-        self.running: list[Sequence] = []
+        sizes = {"latent": config.latent_dim, "rope": config.rope_dim, "index": config.index_dim}
+        self.cache = ops.PagedCache(
+            num_blocks, block_size, {name: (1, size) for name, size in sizes.items()},
+            layers=len(model.blocks), dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
+        self.running: list[Text] = []
 
-    def decode(self, prompts: list[Sequence], progress: Progress) -> None:
+    def decode(self, prompts: list[Text], progress: Progress) -> None:
         waiting = deque(prompts)
         while waiting or self.running:
-            while waiting and self.has_room_for(waiting[0]):
-                sequence = waiting.popleft()
-                self.running.append(sequence)
-                self.step([sequence], new=len(sequence.text))
-                progress.update(1, len(self.running), len(self.free))
+            while waiting and self.admits(waiting[0]):
+                text = waiting.popleft()
+                self.running.append(text)
+                self.step([text], new=len(text.text))
+                progress.update(1, len(self.running), self.cache.free_blocks)
             if not self.running:
                 raise SystemExit("--blocks: too few for the first sequence that waits")
             self.release_completed()
             if self.running:
                 self.step(self.running, new=1)
-                progress.update(len(self.running), len(self.running), len(self.free))
+                progress.update(len(self.running), len(self.running), self.cache.free_blocks)
             self.release_completed()
 
-    def has_room_for(self, sequence: Sequence) -> bool:
-        """Return whether this sequence and all running ones can be completed."""
-        missing = sum(self.blocks_of(other.total) - len(other.blocks) for other in self.running)
-        return self.blocks_of(sequence.total) <= len(self.free) - missing
-
-    def blocks_of(self, length: int) -> int:
-        return -(-length // self.block_size)
+    def admits(self, text: Text) -> bool:
+        """Takes all blocks that a text will need, if there are enough."""
+        if self.cache.free_blocks < -(-text.total // self.cache.block_size):
+            return False
+        text.sequence = self.cache.add()
+        self.cache.reserve({text.sequence: text.total})
+        return True
 
     def release_completed(self) -> None:
-        for sequence in self.running:
-            if sequence.complete():
-                self.free += sequence.blocks
-                sequence.blocks = []
-        self.running = [sequence for sequence in self.running if not sequence.complete()]
+        for text in self.running:
+            if text.complete():
+                self.cache.free(text.sequence)
+        self.running = [text for text in self.running if not text.complete()]
 
-    def step(self, batch: list[Sequence], new: int) -> None:
-        """Write the last `new` bytes of each sequence to the cache and append the next byte."""
-        for sequence in batch:
-            while len(sequence.blocks) < self.blocks_of(len(sequence.text)):
-                sequence.blocks.append(self.free.pop())
-        most = max(len(sequence.blocks) for sequence in batch)
-        block_table = self.tensor(
-            [sequence.blocks + [-1] * (most - len(sequence.blocks)) for sequence in batch]
-        )
-        positions = self.tensor(
-            [list(range(len(sequence.text) - new, len(sequence.text))) for sequence in batch]
-        )
-        slots = ops.slot_mapping(block_table, positions, self.block_size).flatten()
+    def step(self, batch: list[Text], new: int) -> None:
+        """Write the last `new` bytes of each text to the cache and append the next byte."""
+        step = self.cache.append({text.sequence: new for text in batch})
 
-        def through_cache(layer: int, inputs: AttentionInputs) -> Keys:
-            self.layers[layer].write(new_keys(inputs), slots)
-            return self.layers[layer].read(block_table)
+        def attend(layer: int, attention: LatentAttention, x: Tensor) -> Tensor:
+            pages, indices = self.cache.layer(layer, step), None
+            if self.attention == "dense":
+                indices = every_key(step.positions)
+            out, _ = attention(x.flatten(0, 1), step.positions, indices=indices, pages=pages)
+            return out.view_as(x)
 
         # The embedding also reads a few bytes before the new ones; a whole text has none.
         seen = new + self.model.NEIGHBOURS - 1
-        text = self.tensor([sequence.text[-seen:] for sequence in batch])
-        chosen = next_bytes(self.model, text.long(), positions, through_cache, self.select)
-        for sequence, byte in zip(batch, chosen.tolist(), strict=True):
-            sequence.text.append(byte)
-
-    def tensor(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+        rows = [text.text[-seen:] for text in batch]
+        device = self.model.head.weight.device
+        chosen = next_bytes(self.model, torch.tensor(rows, device=device), new, attend)
+        for text, byte in zip(batch, chosen.tolist(), strict=True):
+            text.text.append(byte)
 
 
 def decode_without_cache(
-    model: SparseLM, prompts: list[Sequence], select: Select, progress: Progress
+    model: SparseLM, prompts: list[Text], attention: str, progress: Progress
 ) -> None:
-    device = model.head.weight.device
+    def attend(_: int, layer: LatentAttention, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        return layer(x, indices=every_key(positions) if attention == "dense" else None)[0]
+
     for sequence in prompts:
         while not sequence.complete():
-            text = torch.tensor([sequence.text], device=device)
-            positions = torch.arange(len(sequence.text), device=device)[None]
-            byte = next_bytes(model, text, positions, lambda _, inputs: new_keys(inputs), select)
-            sequence.text.append(int(byte))
+            text = torch.tensor([sequence.text], device=model.head.weight.device)
+            sequence.text.append(int(next_bytes(model, text, len(sequence.text), attend)))
             progress.update(1, 1)
 
 
@@ -238,13 +151,13 @@ def print_speed(
     print(f"\n{'keys':>7}" + "".join(f"{name:>17}" for name in ATTENTION), flush=True)
     for length in contexts:
         text = sample_windows(held_out, 1, length, seed)[0, :length].tolist()
-        sequence = Sequence(text, length + SPEED_STEPS * (len(ATTENTION) + 1) + 1)
+        sequence = Text(text, length + SPEED_STEPS * (len(ATTENTION) + 1) + 1)
         blocks = -(-sequence.total // block_size)
         decoder = PagedDecoder(model, config, blocks, block_size)
+        decoder.admits(sequence)
         decoder.step([sequence], new=length)
         print(f"{length:7}", end="", flush=True)
-        for select in ATTENTION.values():
-            decoder.select = select
+        for decoder.attention in ATTENTION:
             decoder.step([sequence], new=1)
             start = time.perf_counter()
             for _ in range(SPEED_STEPS):
@@ -298,7 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--attention",
-        choices=list(ATTENTION),
+        choices=ATTENTION,
         default="sparse",
         help="to the keys that the indexer selects, or to all",
     )
@@ -328,7 +241,7 @@ def load_model(path: Path, device: str, dtype: torch.dtype) -> tuple[SparseLM, M
     return model.to(device, dtype).eval(), config
 
 
-def prompts_of(arguments: argparse.Namespace) -> list[Sequence]:
+def prompts_of(arguments: argparse.Namespace) -> list[Text]:
     """Return held-out prompts, each with its own length and number of bytes to decode."""
     _, held_out = load_corpus()
     count, longest = arguments.sequences, arguments.prompt
@@ -337,7 +250,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[Sequence]:
     for i, window in enumerate(windows):
         length = max(SparseLM.NEIGHBOURS, longest * (i + 1) // count)
         new = max(1, arguments.new * (count - i) // count)
-        prompts.append(Sequence(window[:length], length + new))
+        prompts.append(Text(window[:length], length + new))
     return prompts
 
 
@@ -362,11 +275,12 @@ def main() -> None:
         f"of {arguments.block_size}; threads: {torch.get_num_threads()}",
         flush=True,
     )
-    select = ATTENTION[arguments.attention]
-    decoder = PagedDecoder(model, config, arguments.blocks, arguments.block_size, select)
+    decoder = PagedDecoder(
+        model, config, arguments.blocks, arguments.block_size, arguments.attention
+    )
     with limits_of(arguments.device):
         decoder.decode(paged, Progress("paged cache", new))
-        decode_without_cache(model, plain, select, Progress("without cache", new))
+        decode_without_cache(model, plain, arguments.attention, Progress("without cache", new))
 
     for sequence, start in zip(paged[:3], starts, strict=False):
         before, after = (
@@ -377,10 +291,10 @@ def main() -> None:
     different = sum(a.text != b.text for a, b in zip(paged, plain, strict=True))
     outcome = (
         f"\n{len(paged) - different} of {len(paged)} sequences equal decoding without a cache, "
-        f"byte for byte; {len(decoder.free)} of {arguments.blocks} blocks are free again."
+        f"byte for byte; {decoder.cache.free_blocks} of {arguments.blocks} blocks are free again."
     )
     # In bfloat16, two bytes can score so close that the batch size decides between them.
-    if (different and exact) or len(decoder.free) != arguments.blocks:
+    if (different and exact) or decoder.cache.free_blocks != arguments.blocks:
         raise SystemExit(outcome)
     print(outcome)
     with limits_of(arguments.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import dsa_model
 import torch
@@ -41,6 +42,20 @@ def sparse_attention(
     scores = torch.einsum("bqnd,bkd->bqnk", q, k.squeeze(2)) * scale
     weights = scores.masked_fill(~chosen.unsqueeze(2), -torch.inf).softmax(-1)
     return torch.einsum("bqnk,bkd->bqnd", weights, latent.double().squeeze(2)), weights
+
+
+def per_head(layer: Any, hidden: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """The output of a LatentAttention by the keys and values that its heads have."""
+    dim, _ = layer.widths
+    query = layer.query(layer.compress_query(hidden)).unflatten(-1, (layer.heads, -1))[..., :dim]
+    inputs = layer.project(hidden)
+    key = torch.einsum("bkxc,ndc->bknd", inputs.latent, layer.absorbed_key)
+    key = torch.cat((key, inputs.key_rope.expand(-1, -1, layer.heads, -1)), -1)
+    value = torch.einsum("bkxc,ncd->bknd", inputs.latent, layer.absorbed_value)
+    keep = causal(key.shape[1], key.shape[1]) if chosen is None else chosen.unsqueeze(1)
+    rows = (x.transpose(1, 2) for x in (torch.cat((query, inputs.query_rope), -1), key, value))
+    out, _ = by_definition(*rows, keep, layer.scale)
+    return layer.out(out.transpose(1, 2).flatten(-2))
 
 
 def chosen_keys(indices: Tensor, keys: int) -> Tensor:

@@ -12,6 +12,7 @@ from ascend_attn_ops._core.statistics import log_sum_exp
 from ascend_attn_ops.nn.attention import attention
 from ascend_attn_ops.nn.compression import compress_keys
 from ascend_attn_ops.nn.indexer_training import sparse_flash_mla_with_indexer_loss
+from ascend_attn_ops.nn.latent_attention import LatentAttention
 from ascend_attn_ops.nn.lightning_indexer import LightningIndexer
 from ascend_attn_ops.nn.masks import Band, Causal, CutCausal, Prefix
 from ascend_attn_ops.nn.paged_cache import PagedCache
@@ -22,6 +23,7 @@ __all__ = [
     "Band",
     "Causal",
     "CutCausal",
+    "LatentAttention",
     "LightningIndexer",
     "PagedCache",
     "Prefix",
