@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ascend_attn_ops import ops
+from ascend_attn_ops.nn.latent_attention import LatentInputs, absorb, expand
+from ascend_attn_ops.nn.lightning_indexer import IndexerProjections
 from ascend_attn_ops.nn.training import attach_loss
 from ascend_attn_ops.transformers._layers import (
     EnabledAttention,
@@ -100,13 +102,6 @@ class SparseAttention(EnabledAttention):
             tokens.arrange(x.to(query.dtype))
             for x in (query, query_rope, latent.transpose(1, 2), key_rope.transpose(1, 2))
         )
-        attention: dict[str, Any] = {
-            "scale_value": self.scaling,
-            "query_rope": query_rope,
-            "key_rope": key_rope,
-            **tokens.options(),
-        }
-
         indexed = None
         if self.indexer is not None:
             # The indexer learns to imitate the attention, and must not change it.
@@ -118,18 +113,22 @@ class SparseAttention(EnabledAttention):
                 tokens,
                 query.dtype,
             )
+        inputs = LatentInputs(query, query_rope, latent, key_rope, indexed)
         indices = self._select(indexed, tokens, prev_topk_indices)
-        out, *statistics = ops.sparse_flash_attention(query, latent, latent, indices, **attention)
+        out, *statistics = inputs.attend(indices, self.scaling, **tokens.options())
 
         _, value_weight = self._absorbed_weights()
-        batch, length = hidden_states.shape[:-1]
-        values = torch.einsum("...nc,nvc->...nv", out, value_weight).reshape(batch, length, -1)
+        values = expand(out, value_weight.mT).reshape(*hidden_states.shape[:-1], -1)
         if gate is not None:
             values = (values * torch.sigmoid(gate.flatten(-2).float())).to(values.dtype)
         output = self.o_proj(values)
 
         if indexed is not None and self._learns(cache):
-            loss = self._loss(indexed, query, latent, indices, statistics, attention, tokens)
+            # The mean of the tokens that are no padding.
+            valid = None if tokens.sequences is None else tokens.sequences.valid
+            loss = inputs.indexer_loss(
+                indices, statistics, self.scaling, token_weight=valid, **tokens.options()
+            )
             if indexer_losses is None:
                 self.dsa.loss = loss.detach()
             else:
@@ -167,7 +166,7 @@ class SparseAttention(EnabledAttention):
         """Query and its rope, (B, S, N, size); latent and its rope, (B, 1, S, size)."""
         query, query_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         key_weight, _ = self._absorbed_weights()
-        query = torch.einsum("bsnd,ndc->bsnc", query, key_weight)
+        query = absorb(query, key_weight)
 
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
@@ -184,7 +183,7 @@ class SparseAttention(EnabledAttention):
         cache: Any,
         tokens: Tokens,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> IndexerProjections:
         """Queries, keys and weights of the indexer, in the layout of the operators."""
         indexer = self.indexer
         query = indexer.wq_b(compressed_query).unflatten(-1, (indexer.n_heads, indexer.head_dim))
@@ -205,7 +204,7 @@ class SparseAttention(EnabledAttention):
         dtype = self.dsa.options.indexer_dtype or dtype
         if self.dsa.options.indexer_dtype is not None:
             weights = weights.to(dtype)
-        return (
+        return IndexerProjections(
             tokens.arrange(query.to(dtype)),
             tokens.arrange(key.to(dtype)),
             tokens.arrange(weights),
@@ -213,7 +212,7 @@ class SparseAttention(EnabledAttention):
 
     def _select(
         self,
-        indexed: tuple[Tensor, Tensor, Tensor] | None,
+        indexed: IndexerProjections | None,
         tokens: Tokens,
         of_previous_layer: Tensor | None,
     ) -> Tensor:
@@ -234,28 +233,4 @@ class SparseAttention(EnabledAttention):
         training = self.training and cache is None
         return (torch.is_grad_enabled() or training) and any(
             parameter.requires_grad for parameter in self.indexer.parameters()
-        )
-
-    def _loss(
-        self,
-        indexed: tuple[Tensor, Tensor, Tensor],
-        query: Tensor,
-        latent: Tensor,
-        indices: Tensor,
-        statistics: list[Tensor],
-        attention: dict[str, Any],
-        tokens: Tokens,
-    ) -> Tensor:
-        """The mean KL loss of the tokens that are no padding."""
-        dtype = indexed[0].dtype
-        ropes = {name: attention[name].to(dtype) for name in ("query_rope", "key_rope")}
-        return ops.lightning_indexer_kl_loss(
-            query.to(dtype),
-            latent.to(dtype),
-            *indexed,
-            indices,
-            *statistics,
-            **{**attention, **ropes},
-            token_weight=None if tokens.sequences is None else tokens.sequences.valid,
-            reduction="mean",
         )
