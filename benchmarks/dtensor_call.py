@@ -57,7 +57,7 @@ def main() -> None:
     )
     calls: dict[str, Call] = {
         "plain tensors": partial(_ATTENTION, *plain),
-        "DTensors, the decision made": partial(_ATTENTION, *dtensors),
+        "DTensors, later calls": partial(_ATTENTION, *dtensors),
         "the plain call in local_map": partial(mapped, *dtensors),
     }
     for name, tensors in {"plain tensors": plain, "DTensors": dtensors}.items():
@@ -65,7 +65,7 @@ def main() -> None:
         calls[f"{name}, forward and backward"] = partial(forward_and_backward, leaf, *tensors[1:])
     start = time.perf_counter()
     _ATTENTION(*dtensors)
-    run.show("DTensors, the first call, which decides", {"ours": time.perf_counter() - start})
+    run.show("DTensors, the first call", {"ours": time.perf_counter() - start})
     for name, seconds in fastest(calls, run.rounds).items():
         run.show(name, {"ours": seconds})
     dist.destroy_process_group()

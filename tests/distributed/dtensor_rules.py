@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import ascend_attn_ops as ops
 import pytest
 import sparse_layer
 import torch
-from ascend_attn_ops.distributed import dtensor, enable_dtensor
-from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
+from ascend_attn_ops.distributed import enable_dtensor
 from dtensor_cases import distribute, error, mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,12 +36,12 @@ def message_of(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def scatter(mesh_name: str, heads: int, cache: list[Placement], key: list[Placement]) -> None:
+def scatter(mesh_name: str, cache: list[Placement], key: list[Placement]) -> None:
     """Both caches of every rank are its part of what one process writes."""
     enable_dtensor()
     mesh = mesh_of(mesh_name)
-    rows, slots = numbers(5, heads, 8), torch.tensor([3, -1, 11, 0, 6])
-    caches = [numbers(4, 3, heads, 8, seed=seed) for seed in (1, 2)]
+    rows, slots = numbers(5, HEADS, 8), torch.tensor([3, -1, 11, 0, 6])
+    caches = [numbers(4, 3, HEADS, 8, seed=seed) for seed in (1, 2)]
     placed = [distribute(x, mesh, cache) for x in caches]
     arguments = distribute(rows, mesh, key), distribute(slots, mesh, [Replicate()] * mesh.ndim)
     with torch.no_grad(), ops.limits(None):
@@ -107,42 +105,31 @@ def compared() -> tuple[int, int]:
 
 
 def wrong_key_rope(what: str) -> str:
-    """A plain tensor, one on another mesh, a short one, and one that had to be moved."""
+    """A plain tensor, one on another mesh, a short one, and two that had to be moved."""
     enable_dtensor()
     mesh = mesh_of("2")
     plain = numbers(1, 3, 1, 64, dtype=torch.bfloat16)
     rope = {
         "plain": plain, "mesh": distribute(plain, mesh_of("4"), [Replicate()]),
-        "shape": distribute(plain[:, :2], mesh, [Shard(1)]),
-        "explicit": distribute(plain, mesh, [Shard(1)]),
+        "shape": distribute(plain[:, :2], mesh, [Replicate()]),
+        "tokens": distribute(plain, mesh, [Shard(1)]),
+        "sum": distribute(plain, mesh, [Partial()]),
     }[what]  # fmt: skip
-    with EXPLICIT() if what == "explicit" else nullcontext():
-        return message_of(attention(mesh, key_rope=rope))
+    return message_of(attention(mesh, key_rope=rope))
 
 
-def plain_drop_mask() -> str:
-    enable_dtensor()
-    query = distribute(numbers(1, 4, 4, 16, dtype=torch.float32), mesh_of("2"), [Shard(0)])
-    options = {"drop_mask": torch.ones(16, dtype=torch.uint8), "keep_prob": 0.5}
-    return message_of(
-        lambda: ops.flash_attention_score(
-            query, query, query, num_heads=4, layout="BNSD", **options
-        )
-    )
-
-
-def unseen_index() -> str:
-    """Only the first rank's token selects a key that later tokens see."""
+def wrong_query(at: Placement) -> str:
     enable_dtensor()
     mesh = mesh_of("4")
-    x = numbers(1, 4, 1, 8)
-    indices = torch.zeros(1, 4, 1, 1, dtype=torch.int32)
-    indices[0, 0] = 3
-    query, selected = (distribute(y, mesh, [Shard(1)]) for y in (x, indices))
-    key = distribute(x, mesh, [Replicate()])
-    with ops.limits(None), pytest.raises(ValueError, match="sparse_indices") as caught:
-        ops.sparse_flash_attention(query, key, key, selected, scale_value=1.0)
-    return str(caught.value)
+    whole = [Replicate()]
+    x = numbers(1, 3, 6, 8)
+    query = DTensor.from_local(x, mesh, [at], run_check=False, shape=x.shape, stride=x.stride())
+    key = distribute(numbers(1, 3, 1, 8), mesh, whole)
+    indices = distribute(torch.zeros(1, 3, 1, 1, dtype=torch.int32), mesh, whole)
+    with ops.limits(None):
+        return message_of(
+            lambda: ops.sparse_flash_attention(query, key, key, indices, scale_value=1.0)
+        )
 
 
 def communication(of_query: Placement, of_key: Placement) -> int:
@@ -161,12 +148,12 @@ def communication(of_query: Placement, of_key: Placement) -> int:
 
 
 def whole_step(
-    mesh_name: str, batch: int, placements: list[str], tokens: int = 7, compiled: bool = False
+    mesh_name: str, batch: int, placements: list[str], tokens: int = 8, compiled: bool = False
 ) -> float:
     """The error of a step whose heads, or batch, or tokens are sharded; "BN" and so on."""
     enable_dtensor()
     mesh = mesh_of(mesh_name)
-    sizes = sparse_layer.Sizes(3 if batch == 3 else HEADS, 16, 8, 2, 16, count=3)
+    sizes = sparse_layer.Sizes(HEADS, 16, 8, 2, 16, count=3)
     packed = sparse_layer.inputs([tokens] * batch, torch.float64, sizes)
     del packed["d_out"]
 
@@ -181,7 +168,8 @@ def whole_step(
     for reduction in ("mean",) if compiled else ("sum", "mean"):
         leaves, dtensors = {}, {}
         for name, x in packed.items():
-            axes = {"B": 0, "S": 1} | ({"N": 2} if name in ("query", "query_rope") else {})
+            axes = {"B": 0} if name in sparse_layer.KEYS else {"B": 0, "S": 1}
+            axes |= {"N": 2} if name in ("query", "query_rope") else {}
             chosen = [Shard(axes[axis]) if axis in axes else Replicate() for axis in placements]
             leaves[name] = x.unflatten(0, (batch, tokens)).requires_grad_()
             dtensors[name] = distribute(leaves[name], mesh, chosen).requires_grad_()
@@ -191,23 +179,11 @@ def whole_step(
             actual.backward()
         pairs = [(actual.detach(), expected.detach())]
         pairs += [(dtensors[name].grad, x.grad) for name, x in leaves.items()]
-        for x, y in pairs if mesh.get_coordinate() else ():
+        for x, y in pairs:
             assert isinstance(x, DTensor)
             assert y is not None
             largest = max(largest, error(x.full_tensor(), y))
     return largest
-
-
-def decisions() -> tuple[int, int]:
-    """How many a second call adds, and one with other sizes."""
-    enable_dtensor()
-    mesh = mesh_of("2")
-    counts = []
-    with ops.limits("A2"):
-        for heads in (HEADS, HEADS, 8):
-            attention(mesh, heads)()
-            counts.append(sum(map(len, dtensor._plans.values())))
-    return counts[1] - counts[0], counts[2] - counts[1]
 
 
 def with_sinks(

@@ -17,7 +17,6 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops._core.device_limits import Device, device_in_force, table
-from ascend_attn_ops.distributed.dtensor._plan import EXPLICIT
 from ascend_attn_ops.torch_npu import stand_in
 from ascend_attn_ops.torch_npu.schemas import RELEASE
 from support import fresh
@@ -56,7 +55,7 @@ def varlen_attn_has_windows() -> bool:
 MISSING_IN_TORCH = {
     function: what
     for function, there, what in (
-        ("enable_dtensor", EXPLICIT is not None, "context that forbids implicit redistribution"),
+        ("enable_dtensor", torch.__version__ >= "2.10", "expected 2.10 or later"),
         (
             "register_flash_attention_impl",
             hasattr(torch.nn.attention, "register_flash_attention_impl"),

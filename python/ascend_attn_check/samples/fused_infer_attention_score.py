@@ -267,7 +267,6 @@ FUSED_INFER_ATTENTION_SCORE = Operator(
     inference_only=True,
     on_device=DEVICE_CASES.__contains__,
     torch_npu=partial(torch_npu, "npu_fused_infer_attention_score_v2"),
-    takes_dtensors=False,
 )
 
 OPERATORS = [FUSED_INFER_ATTENTION_SCORE]

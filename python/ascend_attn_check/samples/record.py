@@ -55,7 +55,7 @@ class Operator:
     sized: Callable[[Any], Any | None] = lambda case: None
     # torch_npu's own operator for the same call; None where it has none.
     torch_npu: Callable[[dict[str, Any]], Any] | None = None
-    # It takes DTensors (`distributed/dtensor/_axes.py`).
+    # It takes DTensors (`distributed/dtensor.py`).
     takes_dtensors: bool = True
     recipes: list[Recipe] = field(init=False)
 
