@@ -76,7 +76,7 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]] = {
     flash_attn_func: [
-        ({"k": bf16(2, 7, 3, 16)}, VALUE, "value: expected key's number of heads|key: expected a"),
+        ({"k": bf16(2, 7, 3, 16)}, VALUE, "value: expected key's heads|key: expected a"),
         ({"k": bf16(2, 7, 2, 8)}, VALUE, "key: expected query's D = 16"),
         ({"k": bf16(1, 7, 2, 16)}, VALUE, "key: expected query's batch size 2"),
         ({"v": bf16(2, 7, 2, 16).half()}, TYPE, "value: expected dtype bfloat16"),
@@ -148,7 +148,7 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]
         ({"cache_batch_idx": CU[:2], "block_table": CU[None, :2]}, VALUE, "beside block_table"),
         ({"k": bf16(2, 1, 3, 16)}, VALUE, "scatter_pa_kv_cache_: "),
         ({"k": bf16(2, 1, 2, 16).half()}, TYPE, "scatter_pa_kv_cache_: "),
-        ({"v_cache": bf16(2, 8, 4, 16)}, VALUE, "value: expected key's number of heads"),
+        ({"v_cache": bf16(2, 8, 4, 16)}, VALUE, "value: expected key's heads"),
         ({"k_cache": bf16(2, 8, 2, 8)}, VALUE, "key: expected query's D = 16"),
         ({"k_cache": bf16(2, 8, 2, 32)[..., ::2]}, VALUE, "key_cache"),
     ],

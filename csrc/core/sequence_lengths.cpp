@@ -10,8 +10,6 @@
 namespace ascend_attn {
 namespace {
 
-constexpr const char* kQueryLengths = "actual_seq_lengths_query";
-
 void check_length(std::string_view op, std::string_view argument, Layout layout, size_t batch,
                   int64_t length, int64_t previous, int64_t tokens, c10::ArrayRef<int64_t> values) {
   if (layout == Layout::TND) {
@@ -89,6 +87,28 @@ std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
     sequences.push_back(next);
     next.query_begin += next.queries;
     next.key_begin += next.keys;
+  }
+  return sequences;
+}
+
+std::vector<Sequence> dense_sequences(Layout layout, int64_t batches, int64_t queries, int64_t keys,
+                                      const Lengths& query_lengths, const Lengths& key_lengths,
+                                      bool paged) {
+  const auto query_values = query_lengths.values();
+  const auto key_values = key_lengths.values();
+  if (!axes_of(layout).packed()) {
+    std::vector<Sequence> sequences(batches);
+    for (int64_t b = 0; b < batches; ++b) {
+      sequences[b] = {.queries = actual_length(query_lengths, b, queries),
+                      .keys = actual_length(key_lengths, b, keys),
+                      .batch = b};
+    }
+    return sequences;
+  }
+  auto sequences = packed_sequences(query_values, paged ? query_values : key_values);
+  for (size_t b = 0; paged && b < sequences.size(); ++b) {
+    sequences[b].key_begin = 0;
+    sequences[b].keys = key_values[b];
   }
   return sequences;
 }

@@ -46,11 +46,17 @@ int64_t actual_length(const Lengths& lengths, int64_t batch, int64_t tokens);
 // is an empty sequence.
 std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
                                        c10::ArrayRef<int64_t> key_ends);
+// Returns the sequences of a call of dense attention, with tokens counted within their batch, or
+// within the pack. `paged`: the lengths of the keys are counts in every layout.
+std::vector<Sequence> dense_sequences(Layout layout, int64_t batches, int64_t queries, int64_t keys,
+                                      const Lengths& query_lengths, const Lengths& key_lengths,
+                                      bool paged = false);
 
 // Returns the number of query-key pairs, the sum of queries * keys, or the largest number of 64
 // bits if there are more.
 int64_t pair_count(c10::ArrayRef<Sequence> sequences);
 
+inline constexpr std::string_view kQueryLengths = "actual_seq_lengths_query";
 inline constexpr std::string_view kKeyLengths = "actual_seq_lengths_key";
 
 // Returns the sequences of a call, with tokens counted over the flattened (batch, sequence) axes.

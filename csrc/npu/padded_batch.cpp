@@ -41,12 +41,8 @@ PaddedBatch::PaddedBatch(const char* op, const at::Tensor& query, const at::Tens
   const auto axes = axes_of(layout_);
   query_room_ = query.size(axes.tokens);
   key_room_ = key.size(axes.tokens);
-  for (int64_t b = 0; b < query.size(axes.batch); ++b) {
-    sequences_.push_back(
-        {.queries = actual_length(options.actual_seq_lengths_query, b, query_room_),
-         .keys = actual_length(options.actual_seq_lengths_key, b, key_room_),
-         .batch = b});
-  }
+  sequences_ = dense_sequences(layout_, query.size(axes.batch), query_room_, key_room_,
+                               options.actual_seq_lengths_query, options.actual_seq_lengths_key);
   gaps_ = may_have_gaps(options);
   // Ascend 950 computes other sequences wrong beside queries without keys, whose results are zero.
   for (auto& sequence : sequences_) {

@@ -13,17 +13,17 @@ namespace ascend_attn {
 void FlashAttentionRules::check_mask() const {
   const int64_t mode = options_.sparse_mode;
   if (is_packed()) {
-    check_value(mode >= 0 && mode <= kLastSparseMode && mode != 5, op_, "sparse_mode",
+    check_value(mode >= 0 && mode <= kLastSparseMode && mode != 5, name_, "sparse_mode",
                 "expected one of 0, 1, 2, 3, 4, 6, 7, 8 in layout TND, got ", mode);
   } else {
-    check_value(mode >= 0 && mode <= 6, op_, "sparse_mode",
-                "expected one of 0, 1, 2, 3, 4, 5, 6 in layout ", layout_name(layout_), ", got ",
-                mode, mode == 7 || mode == 8 ? ", which needs layout TND" : "");
+    check_value(mode >= 0 && mode <= 6, name_, "sparse_mode",
+                "expected one of 0, 1, 2, 3, 4, 5, 6 in layout ", layout_name_, ", got ", mode,
+                mode == 7 || mode == 8 ? ", which needs layout TND" : "");
   }
-  check_value(!options_.padded() || mode <= 4 || mode == 6, op_, "sparse_mode",
+  check_value(!options_.padded() || mode <= 4 || mode == 6, name_, "sparse_mode",
               "expected one of 0, 1, 2, 3, 4, 6 beside the lengths of a padded batch, got ", mode);
   const auto kind = static_cast<SparseMode>(mode);
-  check_present(options_.masked() || kind == SparseMode::standard, op_, "atten_mask",
+  check_present(options_.masked() || kind == SparseMode::standard, name_, "atten_mask",
                 "expected a full mask for sparse_mode ", mode, ", got None");
   if (!options_.masked()) {
     check_token_sum();
@@ -52,9 +52,9 @@ void FlashAttentionRules::check_mask() const {
 void FlashAttentionRules::check_mask_tensor() const {
   const NamedTensor argument{"atten_mask", *options_.atten_mask};
   const auto dtype = argument.tensor.scalar_type();
-  check_device(op_, argument, query());
+  check_device(name_, argument, query());
   check_type(
-      dtype == at::kBool || dtype == at::kByte, op_, "atten_mask",
+      dtype == at::kBool || dtype == at::kByte, name_, "atten_mask",
       "expected dtype bool or uint8, where True (1) masks a key out, got ", dtype_name(dtype),
       c10::isFloatingType(dtype) ? "; pass what is added to the scores as pse_shift with pse_type=0"
                                  : "");
@@ -68,10 +68,10 @@ void FlashAttentionRules::check_full_mask() const {
   if (is_packed()) {
     const auto queries = longest_query();
     const auto keys = longest_key();
-    check_value(!lengths_known_ || has_shape(mask, {{queries, keys}}) ||
+    check_value(!lengths_known() || has_shape(mask, {{queries, keys}}) ||
                     broadcasts_to(mask, {{batch_, heads_, queries, keys}}) ||
                     has_shape(mask, {{query_sum(), key_sum()}}),
-                op_, "atten_mask",
+                name_, "atten_mask",
                 "expected shape (maxSq, maxSkv), (B, N, maxSq, maxSkv), whose axes may be 1, or "
                 "(sum Sq, sum Skv) for sparse_mode ",
                 mode, " in layout TND, with B, N, maxSq, maxSkv = ", batch_, ", ", heads_, ", ",
@@ -82,7 +82,7 @@ void FlashAttentionRules::check_full_mask() const {
   if (mode == static_cast<int64_t>(SparseMode::prefix)) {
     check_value(has_shape(mask, {{batch_, heads_, queries_, keys_}}) ||
                     has_shape(mask, {{batch_, 1, queries_, keys_}}),
-                op_, "atten_mask",
+                name_, "atten_mask",
                 "expected shape (B, N, Sq, Skv) or (B, 1, Sq, Skv) for sparse_mode 5, with B, N, "
                 "Sq, Skv = ",
                 batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got ", mask.sym_sizes());
@@ -92,7 +92,7 @@ void FlashAttentionRules::check_full_mask() const {
       has_shape(mask, {{queries_, keys_}})) {
     return;
   }
-  check_value(false, op_, "atten_mask",
+  check_value(false, name_, "atten_mask",
               "expected shape (B, N, Sq, Skv), whose axes may be 1, or (Sq, Skv) for sparse_mode ",
               mode, ", with B, N, Sq, Skv = ", batch_, ", ", heads_, ", ", queries_, ", ", keys_,
               ", got ", mask.sym_sizes(),
@@ -105,7 +105,7 @@ void FlashAttentionRules::check_compressed_mask() const {
       options_.sparse_mode == static_cast<int64_t>(SparseMode::prefix_compressed);
   constexpr int64_t size = kCompressedMaskSize;
   const int64_t rows = with_prefix ? size + kCompressedMaskPrefixRows : size;
-  check_value(has_shape(mask, {{rows, size}}), op_, "atten_mask",
+  check_value(has_shape(mask, {{rows, size}}), name_, "atten_mask",
               "expected the compressed mask of shape (", rows, ", ", size, ") for sparse_mode ",
               options_.sparse_mode, ", whatever Sq and Skv are, got ", mask.sym_sizes(),
               "; it is made when atten_mask is None");
@@ -113,23 +113,24 @@ void FlashAttentionRules::check_compressed_mask() const {
 
 void FlashAttentionRules::check_prefix() const {
   const auto& prefix = options_.prefix;
-  check_present(prefix.given(), op_, "prefix",
+  check_present(prefix.given(), name_, "prefix",
                 "expected one number of keys per batch for sparse_mode ", options_.sparse_mode,
                 ", got none");
-  check_value(same(batch_, prefix.count()), op_, "prefix",
+  check_value(same(batch_, prefix.count()), name_, "prefix",
               "expected one number of keys per batch, ", batch_, ", got ", prefix.count());
   limits_.size("prefix", "prefix", batch_);
   if (!prefix.known()) {
     return;
   }
+  const auto values = prefix.values();
   const auto sequences = this->sequences();
-  for (size_t b = 0; b < sequences.size(); ++b) {
-    const auto value = prefix.values()[b];
-    const auto queries = sequences[b].queries;
-    const auto keys = sequences[b].keys;
+  for (size_t b = 0; !sequences.empty() && b < values.size(); ++b) {
+    const auto value = values[b];
+    const auto& [query_begin, queries, key_begin, keys, batch] =
+        sequences[std::min(b, sequences.size() - 1)];
     const int64_t least = std::max<int64_t>(keys - queries, 0);
-    check_value(value >= least && value <= keys, op_, "prefix", "expected a value in ", least, "..",
-                keys, " for Sq = ", queries, ", Skv = ", keys, ", got ", value, " at ", b);
+    check_value(value >= least && value <= keys, name_, "prefix", "expected a value in ", least,
+                "..", keys, " for Sq = ", queries, ", Skv = ", keys, ", got ", value, " at ", b);
   }
 }
 
@@ -149,15 +150,15 @@ void FlashAttentionRules::check_band(const Sequence& sequence) const {
                                    " counted from the top-left corner")
                         : c10::str("got ", name, " ", given);
   };
-  check_value(pre >= 0 || next >= 0, op_, "pre_tokens",
+  check_value(pre >= 0 || next >= 0, name_, "pre_tokens",
               "expected pre_tokens and next_tokens not both behind the diagonal, ",
               came("pre_tokens", options_.pre_tokens, pre), " and ",
               came("next_tokens", options_.next_tokens, next));
-  check_value(pre >= 0 || (next >= -pre && -pre < keys), op_, "pre_tokens",
+  check_value(pre >= 0 || (next >= -pre && -pre < keys), name_, "pre_tokens",
               "expected a negative pre_tokens to be smaller than Skv = ", keys,
               " and at most next_tokens in size, ", came("pre_tokens", options_.pre_tokens, pre),
               " and ", came("next_tokens", options_.next_tokens, next));
-  check_value(next >= 0 || (-next <= pre && -next < queries), op_, "next_tokens",
+  check_value(next >= 0 || (-next <= pre && -next < queries), name_, "next_tokens",
               "expected a negative next_tokens to be smaller than Sq = ", queries,
               " and at most pre_tokens in size, ", came("next_tokens", options_.next_tokens, next),
               " and ", came("pre_tokens", options_.pre_tokens, pre));
@@ -192,11 +193,11 @@ void FlashAttentionRules::check_bands_of_sequences() const {
   const auto empty = [](const Sequence& sequence) { return sequence.empty(); };
   switch (static_cast<SparseMode>(options_.sparse_mode)) {
     case SparseMode::standard:
-      check_value(next >= 0, op_, "next_tokens",
+      check_value(next >= 0, name_, "next_tokens",
                   "expected at least 0 for sparse_mode 0 in layout TND, got ", next);
       check_token_sum();
       for (size_t b = 0; b < sequences.size(); ++b) {
-        check_value(sequences[b].empty() || sequences[b].keys + pre >= sequences[b].queries, op_,
+        check_value(sequences[b].empty() || sequences[b].keys + pre >= sequences[b].queries, name_,
                     "pre_tokens",
                     "expected at least Sq - Skv of every sequence for sparse_mode 0 in layout TND, "
                     "got ",
@@ -220,11 +221,11 @@ void FlashAttentionRules::check_bands_of_sequences() const {
     case SparseMode::right_down_causal_band: {
       const auto last = std::find_if_not(sequences.rbegin(), sequences.rend(), empty);
       if (last != sequences.rend()) {
-        check_value(pre >= last->keys, op_, "pre_tokens",
+        check_value(pre >= last->keys, name_, "pre_tokens",
                     "expected at least the keys of the last sequence, ", last->keys,
                     ", for sparse_mode 7, got ", options_.pre_tokens);
       }
-      check_value(next <= 0, op_, "next_tokens", "expected at most 0 for sparse_mode 7, got ",
+      check_value(next <= 0, name_, "next_tokens", "expected at most 0 for sparse_mode 7, got ",
                   next);
       check_no_more_queries(kQueriesOfMode7, sequences);
       if (last != sequences.rend()) {
@@ -236,10 +237,10 @@ void FlashAttentionRules::check_bands_of_sequences() const {
     case SparseMode::band_left_up_causal: {
       const auto first = std::find_if_not(sequences.begin(), sequences.end(), empty);
       if (first != sequences.end()) {
-        check_value(pre >= first->keys, op_, "pre_tokens",
+        check_value(pre >= first->keys, name_, "pre_tokens",
                     "expected at least the keys of the first sequence, ", first->keys,
                     ", for sparse_mode 8, got ", options_.pre_tokens);
-        check_value(next >= first->queries - first->keys, op_, "next_tokens",
+        check_value(next >= first->queries - first->keys, name_, "next_tokens",
                     "expected at least Sq - Skv of the first sequence, ",
                     first->queries - first->keys, ", for sparse_mode 8, got ", next);
       }

@@ -12,62 +12,28 @@
 #include "core/symbolic.h"
 
 namespace ascend_attn {
-namespace {
-
-constexpr std::string_view kQueryLengths = "actual_seq_lengths_query";
-
-}  // namespace
-
-std::vector<Sequence> FlashAttentionRules::sequences() const {
-  const auto& query_lengths = options_.actual_seq_lengths_query;
-  const auto& key_lengths = options_.actual_seq_lengths_key;
-  if (!lengths_known_) {
-    return {};
-  }
-  if (is_packed()) {
-    return packed_sequences(query_lengths.values(), key_lengths.values());
-  }
-  const auto batch = batch_.maybe_as_int();
-  const auto queries = queries_.maybe_as_int();
-  const auto keys = keys_.maybe_as_int();
-  if (!batch || !queries || !keys) {
-    return {};
-  }
-  std::vector<Sequence> sequences(*batch, {.queries = *queries, .keys = *keys});
-  for (size_t b = 0; options_.padded() && b < sequences.size(); ++b) {
-    sequences[b].queries = actual_length(query_lengths, b, *queries);
-    sequences[b].keys = actual_length(key_lengths, b, *keys);
-  }
-  return sequences;
-}
-
 FlashAttentionRules::FlashAttentionRules(std::string_view op, const OperatorLimits& limits,
                                          const at::Tensor& query, const at::Tensor& key,
                                          const at::Tensor& value,
                                          const FlashAttentionOptions& options)
-    : op_(op),
-      query_(query),
-      key_(key),
-      value_(value),
+    : DenseShape({.op = op,
+                  .layout = check_layout(
+                      op, options.layout,
+                      {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND}),
+                  .layout_name = options.layout,
+                  .query = query,
+                  .key = key,
+                  .value = value,
+                  .query_lengths = options.actual_seq_lengths_query,
+                  .key_lengths = options.actual_seq_lengths_key,
+                  .heads = options.heads()},
+                 limits),
       options_(options),
-      layout_(check_layout(op, options.layout,
-                           {Layout::BSH, Layout::SBH, Layout::BSND, Layout::BNSD, Layout::TND})),
-      axes_(axes_of(layout_)),
-      table_(limits),
-      limits_(limits),
-      lengths_known_(options.actual_seq_lengths_query.known() &&
-                     options.actual_seq_lengths_key.known()) {
-  check_attention_dtype(op, this->query());
-  limits_.dtype("query", query.scalar_type());
-  for (const auto& argument :
-       {this->query(), NamedTensor{"key", key}, NamedTensor{"value", value}}) {
-    check_value(argument.tensor.dim() == axes_.rank, op, argument.name, "expected rank ",
-                axes_.rank, " for layout ", layout_name(layout_), ", got shape ",
-                argument.tensor.sym_sizes(), hint_for_rank(layout_, argument.tensor.dim()));
-    check_device(op, argument, this->query());
-    check_dtype(op, argument, this->query());
-  }
-  read_axes();
+      table_(limits) {
+  read_keys();
+  check_value(at_most(value_size_, head_size_), op, "value",
+              "expected a head size of at most query's, ", head_size_, ", got ", value_size_,
+              " of shape ", value.sym_sizes());
   check_lengths();
   limits_.size("query", "N", heads_);
   limits_.size("query", is_packed() ? "T" : "S", queries_);
@@ -89,95 +55,26 @@ int64_t FlashAttentionRules::longest(c10::ArrayRef<int64_t> ends) {
   return length;
 }
 
-// Reads the sizes of the axes and checks that the three tensors agree on them.
-void FlashAttentionRules::read_axes() {
-  const auto& heads = options_.heads();
-  check_value(positive(heads), op_, "num_heads",
-              "expected the positive number of query heads, got ", heads);
-  queries_ = query_.sym_size(axes_.tokens);
-  keys_ = key_.sym_size(axes_.tokens);
-  heads_ = heads;
-  if (axes_.merged()) {
-    const auto& width = query_.sym_size(-1);
-    check_value(divides(heads, width), op_, "query",
-                "expected H to be a multiple of num_heads = ", heads, ", got shape ",
-                query_.sym_sizes());
-    head_size_ = width / heads;
-    check_value(positive(head_size_), op_, "query",
-                "expected a head size of at least 1, got shape ", query_.sym_sizes());
-    check_value(divides(head_size_, key_.sym_size(-1)), op_, "key",
-                "expected H to be a multiple of D = ", head_size_, ", got shape ",
-                key_.sym_sizes());
-    key_heads_ = key_.sym_size(-1) / head_size_;
-    check_value(positive(key_heads_), op_, "key", "expected at least one head of D = ", head_size_,
-                ", got shape ", key_.sym_sizes());
-    check_value(divides(key_heads_, value_.sym_size(-1)), op_, "value",
-                "expected H to be a multiple of key's heads, ", key_heads_, ", got shape ",
-                value_.sym_sizes());
-    value_head_size_ = value_.sym_size(-1) / key_heads_;
-  } else {
-    check_value(same(query_.sym_size(axes_.heads), heads), op_, "num_heads",
-                "expected the number of query heads, N = ", query_.sym_size(axes_.heads),
-                " on axis ", axes_.heads, " of layout ", layout_name(layout_), ", got ", heads);
-    head_size_ = query_.sym_size(-1);
-    key_heads_ = key_.sym_size(axes_.heads);
-    check_value(same(key_.sym_size(-1), head_size_), op_, "key",
-                "expected query's D = ", head_size_, ", got shape ", key_.sym_sizes());
-    check_value(same(value_.sym_size(axes_.heads), key_heads_), op_, "value",
-                "expected key's number of heads, ", key_heads_, ", got shape ", value_.sym_sizes());
-    value_head_size_ = value_.sym_size(-1);
-  }
-  check_value(positive(key_heads_) && divides(key_heads_, heads), op_, "key",
-              "expected a number of heads that divides query's, ", heads, ", got ", key_heads_,
-              " of shape ", key_.sym_sizes(), " on axis ", axes_.heads, " of layout ",
-              layout_name(layout_));
-  check_value(positive(head_size_), op_, "query", "expected a head size of at least 1, got shape ",
-              query_.sym_sizes());
-  check_value(positive(value_head_size_) && at_most(value_head_size_, head_size_), op_, "value",
-              "expected a head size of at least 1 and at most query's, ", head_size_, ", got ",
-              value_head_size_, " of shape ", value_.sym_sizes());
-  check_value(same(value_.sym_size(axes_.tokens), keys_), op_, "value",
-              "expected as many tokens as key, ", keys_, ", got shape ", value_.sym_sizes());
-  if (is_packed()) {
-    return;
-  }
-  batch_ = query_.sym_size(axes_.batch);
-  for (const auto& argument : {NamedTensor{"key", key_}, NamedTensor{"value", value_}}) {
-    check_value(same(argument.tensor.sym_size(axes_.batch), batch_), op_, argument.name,
-                "expected query's batch size ", batch_, ", got shape ",
-                argument.tensor.sym_sizes());
-  }
-}
-
 void FlashAttentionRules::check_lengths() {
-  const auto& query_lengths = options_.actual_seq_lengths_query;
-  const auto& key_lengths = options_.actual_seq_lengths_key;
   if (!is_packed()) {
     check_counts();
     return;
   }
-  for (const auto& [name, lengths] :
-       {std::pair(kQueryLengths, &query_lengths), std::pair(kKeyLengths, &key_lengths)}) {
-    check_present(lengths->given(), op_, name,
-                  "expected the cumulative sequence lengths (lengths 2, 3, 4 are "
-                  "given as 2, 5, 9), which layout TND requires, got none");
-  }
-  check_value(same(query_lengths.count(), key_lengths.count()), op_, kKeyLengths,
-              "expected as many lengths as actual_seq_lengths_query, ", query_lengths.count(),
-              ", got ", key_lengths.count());
-  batch_ = query_lengths.count();
-  if (!lengths_known_) {
+  check_ends_given(kQueryLengths, query_lengths_, true);
+  check_ends_given(kKeyLengths, key_lengths_, true);
+  check_as_many_lengths();
+  if (!lengths_known()) {
     return;
   }
-  query_ends_ = query_lengths.values();
-  key_ends_ = key_lengths.values();
+  query_ends_ = query_lengths_.values();
+  key_ends_ = key_lengths_.values();
   const bool closed = query_ends_.back() == 0 && key_ends_.back() == 0;
   if (closed) {
     query_ends_ = query_ends_.slice(0, query_ends_.size() - 1);
     key_ends_ = key_ends_.slice(0, key_ends_.size() - 1);
   }
-  check_sequence_lengths(op_, kQueryLengths, layout_, query_ends_, queries_);
-  check_sequence_lengths(op_, kKeyLengths, layout_, key_ends_, keys_);
+  check_sequence_lengths(name_, kQueryLengths, layout_, query_ends_, queries_);
+  check_sequence_lengths(name_, kKeyLengths, layout_, key_ends_, keys_);
   const bool padded = !closed && queries_.maybe_as_int().value_or(0) > query_sum() &&
                       keys_.maybe_as_int().value_or(0) > key_sum();
   // The launch closes such packs itself, where it can.
@@ -222,10 +119,10 @@ void FlashAttentionRules::check_counts() const {
     if (!lengths->given()) {
       continue;
     }
-    check_value(same(lengths->count(), batch_), op_, name,
+    check_value(same(lengths->count(), batch_), name_, name,
                 "expected one count of tokens per batch, ", batch_,
                 ", in a layout that is not TND, got ", lengths->count());
-    check_sequence_lengths(op_, name, layout_, *lengths, *tokens);
+    check_sequence_lengths(name_, name, layout_, *lengths, *tokens);
   }
 }
 
@@ -235,71 +132,33 @@ void FlashAttentionRules::check_head_size() const {
 }
 
 void FlashAttentionRules::check_extra(const SinkAndRopes& extra) {
-  if (extra.sink) {
-    check_sink({"sink", *extra.sink});
+  check_sink(extra.sink);
+  if (read_ropes(extra.query_rope, extra.key_rope)) {
+    check_rope({"key_rope", *extra.key_rope}, key_sizes(rope_size_), "key");
   }
-  check_present(extra.query_rope || !extra.key_rope, op_, "query_rope",
-                "expected a tensor because key_rope is given, got None");
-  check_present(extra.key_rope || !extra.query_rope, op_, "key_rope",
-                "expected a tensor because query_rope is given, got None");
-  if (!extra.query_rope) {
-    return;
-  }
-  const auto& rope = *extra.query_rope;
-  check_value(rope.dim() == axes_.rank, op_, "query_rope", "expected rank ", axes_.rank,
-              " for layout ", layout_name(layout_), ", got shape ", rope.sym_sizes());
-  const auto& width = rope.sym_size(-1);
-  check_value(!axes_.merged() || divides(heads_, width), op_, "query_rope",
-              "expected H to be a multiple of num_heads = ", heads_, ", got shape ",
-              rope.sym_sizes());
-  rope_size_ = axes_.merged() ? width / heads_ : width;
-  check_value(positive(rope_size_), op_, "query_rope",
-              "expected a head size of at least 1, got shape ", rope.sym_sizes());
-  check_rope({"query_rope", rope}, query_, heads_);
-  check_rope({"key_rope", *extra.key_rope}, key_, key_heads_);
-}
-
-void FlashAttentionRules::check_sink(NamedTensor sink) const {
-  check_device(op_, sink, query());
-  check_type(at::isFloatingType(sink.tensor.scalar_type()), op_, sink.name,
-             "expected a floating-point dtype, got ", dtype_name(sink.tensor.scalar_type()));
-  check_value(fits_shape(sink.tensor, {{heads_}}), op_, sink.name, "expected shape (", heads_,
-              "), one score per query head, got ", sink.tensor.sym_sizes());
-}
-
-// A rope has the sizes of `beside`, but for its own head size.
-void FlashAttentionRules::check_rope(NamedTensor rope, const at::Tensor& beside,
-                                     const c10::SymInt& heads) const {
-  check_device(op_, rope, query());
-  check_dtype(op_, rope, query());
-  c10::SymDimVector sizes(beside.sym_sizes());
-  sizes.back() = axes_.merged() ? heads * rope_size_ : rope_size_;
-  check_value(fits_shape(rope.tensor, sizes), op_, rope.name, "expected ",
-              &beside == &query_ ? "query" : "key", "'s shape with Dr = ", rope_size_, ", ", sizes,
-              ", got ", rope.tensor.sym_sizes());
 }
 
 void FlashAttentionRules::check_scores() const {
-  check_scale_value(op_, options_.scale());
-  check_value(options_.pse_type >= 0 && options_.pse_type <= 3, op_, "pse_type",
+  check_scale_value(name_, options_.scale());
+  check_value(options_.pse_type >= 0 && options_.pse_type <= 3, name_, "pse_type",
               "expected 0 (scores * scale + pse), 1 ((scores + pse) * scale), 2 (slopes times "
               "distance) or 3 (slopes times the root of the distance), got ",
               options_.pse_type);
   if (!options_.pse_shift) {
-    check_value(options_.pse_type <= 1, op_, "pse_shift", "expected slopes for pse_type ",
+    check_value(options_.pse_type <= 1, name_, "pse_shift", "expected slopes for pse_type ",
                 options_.pse_type, ", got None; without a pse_shift pse_type is 0 or 1");
     check_rule(kPseOfTypeZero, options_.pse_type == 1, "None");
     return;
   }
   const NamedTensor pse{"pse_shift", *options_.pse_shift};
-  check_device(op_, pse, query());
+  check_device(name_, pse, query());
   options_.pse_type <= 1 ? check_pse_tensor() : check_pse_slopes();
 }
 
 void FlashAttentionRules::check_pse_tensor() const {
   const NamedTensor argument{"pse_shift", *options_.pse_shift};
   const auto& pse = argument.tensor;
-  check_dtype(op_, argument, query());
+  check_dtype(name_, argument, query());
   if (is_packed()) {
     check_packed_pse_tensor();
     return;
@@ -311,12 +170,12 @@ void FlashAttentionRules::check_pse_tensor() const {
   check_value(
       full || (compressed && (has_shape(pse, {{batch_, heads_, kCompressedPseRows, keys_}}) ||
                               has_shape(pse, {{1, heads_, kCompressedPseRows, keys_}}))),
-      op_, "pse_shift",
+      name_, "pse_shift",
       "expected (B, N, Sq, Skv), whose axes B, N and Sq may be 1, or, when Sq = Skv > 1024, (B, N, "
       "1024, Skv) or (1, N, 1024, Skv), with B, N, Sq, Skv = ",
       batch_, ", ", heads_, ", ", queries_, ", ", keys_, ", got shape ", pse.sym_sizes());
   const auto mode = options_.sparse_mode;
-  check_value(full || (options_.masked() && (mode == 0 || mode == 2 || mode == 3)), op_,
+  check_value(full || (options_.masked() && (mode == 0 || mode == 2 || mode == 3)), name_,
               "pse_shift",
               "expected an atten_mask with sparse_mode 0, 2 or 3 beside the form of 1024 rows, "
               "which has values for causal attention only, got ",
@@ -333,7 +192,7 @@ void FlashAttentionRules::check_pse_tensor() const {
 void FlashAttentionRules::check_packed_pse_tensor() const {
   const auto& pse = *options_.pse_shift;
   const auto sequences = this->sequences();
-  if (!lengths_known_) {
+  if (!lengths_known()) {
     return;
   }
   if (pse.dim() != 4) {
@@ -342,7 +201,7 @@ void FlashAttentionRules::check_packed_pse_tensor() const {
     check_value(
         pse.dim() == 1 &&
             (sequences.empty() || pse.sym_size(0) == full || pse.sym_size(0) == per_key),
-        op_, "pse_shift",
+        name_, "pse_shift",
         "expected one axis in layout TND, of the sum of N * Sq * Skv over the sequences = ", full,
         " or the sum of N * Skv = ", per_key, " elements, got shape ", pse.sym_sizes());
     return;
@@ -355,13 +214,13 @@ void FlashAttentionRules::check_packed_pse_tensor() const {
   check_value(equal && is_compressed_pse(pse, longest_query(), length) &&
                   (has_shape(pse, {{batch_, heads_, kCompressedPseRows, length}}) ||
                    has_shape(pse, {{1, heads_, kCompressedPseRows, length}})),
-              op_, "pse_shift",
+              name_, "pse_shift",
               "expected one axis in layout TND or, when all sequences have one length Sq = Skv > "
               "1024, (B, N, 1024, Skv) or (1, N, 1024, Skv), with B, N, the longest Sq and Skv = ",
               batch_, ", ", heads_, ", ", longest_query(), ", ", length, ", got shape ",
               pse.sym_sizes());
   const auto mode = options_.sparse_mode;
-  check_value(options_.masked() && (mode == 2 || mode == 3), op_, "pse_shift",
+  check_value(options_.masked() && (mode == 2 || mode == 3), name_, "pse_shift",
               "expected an atten_mask with sparse_mode 2 or 3 beside the form of 1024 rows in "
               "layout TND, got ",
               options_.masked() ? c10::str("sparse_mode ", mode) : "no atten_mask");
@@ -369,12 +228,12 @@ void FlashAttentionRules::check_packed_pse_tensor() const {
 
 void FlashAttentionRules::check_pse_slopes() const {
   const NamedTensor argument{"pse_shift", *options_.pse_shift};
-  check_dtype(op_, argument, at::kFloat);
+  check_dtype(name_, argument, at::kFloat);
   check_value(
-      has_shape(argument.tensor, {{heads_}}) || has_shape(argument.tensor, {{batch_, heads_}}), op_,
-      "pse_shift", "expected slopes of shape (N) or (B, N) for pse_type ", options_.pse_type,
+      has_shape(argument.tensor, {{heads_}}) || has_shape(argument.tensor, {{batch_, heads_}}),
+      name_, "pse_shift", "expected slopes of shape (N) or (B, N) for pse_type ", options_.pse_type,
       ", with B, N = ", batch_, ", ", heads_, ", got shape ", argument.tensor.sym_sizes());
-  check_value(is_packed() || options_.padded() || same(queries_, keys_), op_, "pse_type",
+  check_value(is_packed() || options_.padded() || same(queries_, keys_), name_, "pse_type",
               "expected Sq = Skv for slopes (pse_type 2 and 3) outside layout TND, got Sq = ",
               queries_, ", Skv = ", keys_);
   check_start("q_start_idx", options_.q_start_idx);
@@ -389,7 +248,7 @@ void FlashAttentionRules::check_start(const char* argument,
   // The distance of two positions, in sequences of any length, is a number of 64 bits.
   constexpr int64_t kLargest = int64_t{1} << 61;
   const auto start = options_.first_of(list).value_or(0);
-  check_value(start >= -kLargest && start <= kLargest, op_, argument,
+  check_value(start >= -kLargest && start <= kLargest, name_, argument,
               "expected a first element from -2^61 to 2^61, got ", start);
 }
 
@@ -424,56 +283,43 @@ void FlashAttentionRules::check_slopes_of_sequences() const {
 void FlashAttentionRules::check_dropout() const {
   const double keep = options_.keep_prob;
   // The kernels divide by it.
-  check_value(keep <= 1 && static_cast<float>(keep) >= std::numeric_limits<float>::min(), op_,
+  check_value(keep <= 1 && static_cast<float>(keep) >= std::numeric_limits<float>::min(), name_,
               "keep_prob", "expected a probability in (0, 1] of normal float32, got ", keep);
   if (!options_.drop_mask) {
-    check_present(keep == 1, op_, "drop_mask", "expected a tensor for keep_prob ", keep,
+    check_present(keep == 1, name_, "drop_mask", "expected a tensor for keep_prob ", keep,
                   ", got None; ascend_attn_ops.flash_attention_score(dropout_p=...) draws one");
     return;
   }
   const NamedTensor argument{"drop_mask", *options_.drop_mask};
-  check_device(op_, argument, query());
-  check_dtype(op_, argument, at::kByte);
-  check_value(keep < 1, op_, "drop_mask", "expected None for keep_prob 1, got shape ",
+  check_device(name_, argument, query());
+  check_dtype(name_, argument, at::kByte);
+  check_value(keep < 1, name_, "drop_mask", "expected None for keep_prob 1, got shape ",
               argument.tensor.sym_sizes());
   const auto pairs = is_packed() ? c10::SymInt(pair_count(sequences()))
                                  : saturated_product(batch_, saturated_product(queries_, keys_));
   const auto bits = saturated_product(heads_, pairs);
   const auto bytes = bits / 8 + (bits % 8 + 7) / 8;
-  check_value(at_most(bytes, argument.tensor.sym_numel()), op_, "drop_mask",
+  check_value(at_most(bytes, argument.tensor.sym_numel()), name_, "drop_mask",
               "expected one bit per score, at least ", bytes, " bytes, got shape ",
               argument.tensor.sym_sizes());
   check_rule(kDropoutOn950, false, argument.tensor.sym_sizes());
 }
 
-c10::SymDimVector FlashAttentionRules::out_sizes() const {
-  c10::SymDimVector sizes(query_.sym_sizes());
-  sizes.back() = axes_.merged() ? heads_ * value_head_size_ : value_head_size_;
-  return sizes;
-}
-
-c10::SymDimVector FlashAttentionRules::statistics_sizes() const {
-  if (is_packed()) {
-    return {queries_, heads_, kStatisticsLanes};
-  }
-  return {batch_, heads_, queries_, kStatisticsLanes};
-}
-
 void FlashAttentionRules::check_like_out(NamedTensor argument) const {
-  check_device(op_, argument, query());
-  check_dtype(op_, argument, query());
-  check_shape(op_, argument, out_sizes(), "of the forward's out");
+  check_device(name_, argument, query());
+  check_dtype(name_, argument, query());
+  check_shape(name_, argument, out_sizes(), "of the forward's out");
 }
 
 void FlashAttentionRules::check_statistics(NamedTensor argument) const {
-  check_device(op_, argument, query());
-  check_dtype(op_, argument, statistics_dtype(query_));
-  const auto sizes = statistics_sizes();
+  check_device(name_, argument, query());
+  check_dtype(name_, argument, statistics_dtype(query_));
+  const auto sizes = statistics_sizes(kStatisticsLanes);
   const auto* const axes = is_packed() ? "(T1, N, 8)" : "(B, N, Sq, 8)";
-  check_value(argument.tensor.dim() == static_cast<int64_t>(sizes.size()), op_, argument.text(),
-              "expected shape ", axes, ", of a forward in layout ", layout_name(layout_), ", got ",
+  check_value(argument.tensor.dim() == static_cast<int64_t>(sizes.size()), name_, argument.text(),
+              "expected shape ", axes, ", of a forward in layout ", layout_name_, ", got ",
               argument.tensor.sym_sizes());
-  check_shape(op_, argument, sizes, axes);
+  check_shape(name_, argument, sizes, axes);
 }
 
 at::Tensor FlashAttentionRules::out(OutputSource& outputs) const {
@@ -481,7 +327,8 @@ at::Tensor FlashAttentionRules::out(OutputSource& outputs) const {
 }
 
 at::Tensor FlashAttentionRules::statistics(OutputSource& outputs) const {
-  return outputs.tensor(statistics_sizes(), query_.options().dtype(statistics_dtype(query_)));
+  return outputs.tensor(statistics_sizes(kStatisticsLanes),
+                        query_.options().dtype(statistics_dtype(query_)));
 }
 
 }  // namespace ascend_attn

@@ -2,15 +2,11 @@
 #pragma once
 
 #include <c10/core/SymInt.h>
-#include <c10/util/DimVector.h>
 
 #include <string_view>
 #include <vector>
 
-#include "core/device_limits.h"
-#include "core/layout.h"
-#include "core/sequence_lengths.h"
-#include "core/tensor_checks.h"
+#include "ops/dense_shape.h"
 #include "ops/flash_attention_score.h"
 
 namespace ascend_attn {
@@ -61,7 +57,7 @@ inline constexpr Rule kKeysOn950{kKeyLengths, "a key for every sequence with que
 inline constexpr Rule kDropoutOn950{"drop_mask", "None in the gradient", k950};
 
 // Checks one call. Every method raises on the first violated rule.
-class FlashAttentionRules {
+class FlashAttentionRules : DenseShape {
  public:
   // Checks `query`, `key`, `value`, num_heads, layout and the lengths.
   template <typename Op>
@@ -84,13 +80,10 @@ class FlashAttentionRules {
                       const at::Tensor& key, const at::Tensor& value,
                       const FlashAttentionOptions& options);
 
-  void read_axes();
   void check_lengths();
   void check_keys_of_queries() const;
   void check_counts() const;
   void check_count(const c10::SymInt& sequences) const;
-  void check_sink(NamedTensor sink) const;
-  void check_rope(NamedTensor rope, const at::Tensor& beside, const c10::SymInt& heads) const;
   void check_pse_tensor() const;
   void check_packed_pse_tensor() const;
   void check_pse_slopes() const;
@@ -114,8 +107,6 @@ class FlashAttentionRules {
   }
   bool obeys(const Rule& rule) const;
 
-  // Empty while a length is not known.
-  std::vector<Sequence> sequences() const;
   // In layout TND: the longest sequence, and the tokens of all; of lengths that are known.
   int64_t longest_query() const { return longest(query_ends_); }
   int64_t longest_key() const { return longest(key_ends_); }
@@ -123,28 +114,12 @@ class FlashAttentionRules {
   int64_t key_sum() const { return key_ends_.empty() ? 0 : key_ends_.back(); }
   int64_t query_sum() const { return query_ends_.empty() ? 0 : query_ends_.back(); }
 
-  bool is_packed() const { return axes_.packed(); }
-  NamedTensor query() const { return {"query", query_}; }
-  c10::SymDimVector out_sizes() const;
-  c10::SymDimVector statistics_sizes() const;
+  c10::SymDimVector out_sizes() const { return query_sizes(layout_, value_size_); }
 
-  std::string_view op_;
-  const at::Tensor& query_;
-  const at::Tensor& key_;
-  const at::Tensor& value_;
   const FlashAttentionOptions& options_;
-  Layout layout_;
-  LayoutAxes axes_;
   const OperatorLimits& table_;
-  DeviceLimits limits_;
-  // In layout TND: the number of sequences, and the total number of tokens.
-  c10::SymInt batch_, queries_, keys_;
-  // Whether the lengths of this call have values: those of fake tensors do not.
-  bool lengths_known_;
   // In layout TND: the cumulative lengths, without a 0 that closes both lists.
   c10::ArrayRef<int64_t> query_ends_, key_ends_;
-  c10::SymInt heads_, key_heads_, head_size_, value_head_size_;
-  c10::SymInt rope_size_ = 0;
 };
 
 }  // namespace ascend_attn

@@ -103,7 +103,7 @@ std::optional<int64_t> FusedInferRules::longest_query() const {
   if (!axes_.packed()) {
     return queries_.maybe_as_int();
   }
-  const auto sequences = op_.sequences();
+  const auto sequences = this->sequences();
   if (sequences.empty()) {
     return std::nullopt;
   }
@@ -115,12 +115,12 @@ void FusedInferRules::check_limits() const {
     return;
   }
   limits_.size("query", "B", batch_);
-  limits_.size("query", "N", op_.heads());
+  limits_.size("query", "N", heads_);
   limits_.size("query", "D", head_size_);
   limits_.size("query", "S", queries_);
   limits_.size("key", "S", keys_);
   check_size_limits();
-  if (paged()) {
+  if (paged_) {
     check_page_limits();
   }
   if (absorbed()) {
@@ -137,24 +137,24 @@ void FusedInferRules::check_size_limits() const {
                !op_.query_rope || (may_be(rope_size_, kRopeSize) &&
                                    (may_be(head_size_, 128) || may_be(head_size_, kAbsorbedSize))),
                "Dr ", rope_size_, " beside D ", head_size_);
-  const bool of_absorbed = layout_.output == Layout::NBSD || layout_.output == Layout::NTD;
+  const bool of_absorbed = form_.output == Layout::NBSD || form_.output == Layout::NTD;
   const bool may_be_absorbed = op_.query_rope && may_be(head_size_, kAbsorbedSize);
-  limits_.rule(kAbsorbedPair, !of_absorbed || may_be_absorbed, layout_.name, " with D ",
+  limits_.rule(kAbsorbedPair, !of_absorbed || may_be_absorbed, layout_name_, " with D ",
                head_size_);
-  const bool other_pair = layout_.is_pair() && !of_absorbed;
-  limits_.rule(kAbsorbedLayout, !absorbed() || !other_pair, layout_.name);
+  const bool other_pair = form_.is_pair() && !of_absorbed;
+  limits_.rule(kAbsorbedLayout, !absorbed() || !other_pair, layout_name_);
   const bool is_common = is_size(64, 64) || is_size(128, 128) || is_size(192, 128);
-  const bool of_any_size = !other_pair || layout_.name == "BNSD_BSND";
-  const bool is_free = layout_.name != "TND" || absorbed();
+  const bool of_any_size = !other_pair || layout_name_ == "BNSD_BSND";
+  const bool is_free = layout_name_ != "TND" || absorbed();
   limits_.rule(kPackedSize, is_free || size.value_or(0) <= 256, head_size_);
   limits_.rule(kPackedSizeBefore90, is_free || is_common, head_size_, " and ", value_size_);
   limits_.rule(kPairSize, of_any_size || is_common, head_size_, " and ", value_size_, " in layout ",
-               layout_.name);
-  limits_.rule(kAlignedSize, layout_.name != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
+               layout_name_);
+  limits_.rule(kAlignedSize, layout_name_ != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
   limits_.rule(kPackedPrecise,
-               !axes_.packed() || op_.inner_precise == 0 || may_equal(key_heads_, op_.heads()),
+               !axes_.packed() || op_.inner_precise == 0 || may_equal(key_heads_, heads_),
                op_.inner_precise);
-  limits_.rule(kPairLse, !op_.return_softmax_lse || !of_absorbed, "True for layout ", layout_.name);
+  limits_.rule(kPairLse, !op_.return_softmax_lse || !of_absorbed, "True for layout ", layout_name_);
 }
 
 void FusedInferRules::check_value_size() const {
@@ -164,7 +164,7 @@ void FusedInferRules::check_value_size() const {
       head_size_.maybe_as_int().value_or(0) <= 128 && value_size_.maybe_as_int().value_or(0) <= 128;
   limits_.rule(kValueSizeOf950, is_usual || are_small, value_size_);
   const auto mode = static_cast<SparseMode>(op_.sparse_mode);
-  const bool is_plain = !layout_.is_pair() && !paged() && !op_.query_rope && !op_.sink &&
+  const bool is_plain = !form_.is_pair() && !paged_ && !op_.query_rope && !op_.sink &&
                         !op_.return_softmax_lse && mode != SparseMode::all_mask &&
                         mode != SparseMode::band;
   limits_.rule(kPlainValueSize, is_usual || is_plain, value_size_, " beside ", head_size_);
@@ -192,19 +192,19 @@ void FusedInferRules::check_page_limits() const {
 }
 
 void FusedInferRules::check_absorbed_limits() const {
-  const auto heads = op_.heads().maybe_as_int().value_or(1);
+  const auto heads = heads_.maybe_as_int().value_or(1);
   limits_.rule(kAbsorbedKeyHeads, may_be(key_heads_, 1), key_heads_);
   limits_.rule(kAbsorbedHeads, heads <= 128 && (heads & (heads - 1)) == 0, heads);
-  limits_.rule(kAbsorbedPages, paged(), "None");
+  limits_.rule(kAbsorbedPages, paged_, "None");
   limits_.rule(kAbsorbedMode, op_.sparse_mode == 0 || op_.sparse_mode >= 3, op_.sparse_mode);
   limits_.rule(kAbsorbedLse, !op_.return_softmax_lse || !axes_.packed(), "True for layout ",
-               layout_.name);
+               layout_name_);
   if (limits_.on(kAbsorbedQueries.devices)) {
     const auto longest = longest_query().value_or(0);
     limits_.rule(kAbsorbedQueries, longest <= 16, longest);
   }
-  limits_.rule(kAbsorbedCounts, axes_.packed() || !op_.actual_seq_lengths_query.given(),
-               "lengths in layout ", layout_.name);
+  limits_.rule(kAbsorbedCounts, axes_.packed() || !query_lengths_.given(), "lengths in layout ",
+               layout_name_);
 }
 
 void FusedInferRules::check_mask_limits() const {
@@ -216,7 +216,7 @@ void FusedInferRules::check_mask_limits() const {
   if (!axes_.packed() || mode != SparseMode::band) {
     return;
   }
-  for (const auto& sequence : op_.sequences()) {
+  for (const auto& sequence : sequences()) {
     limits_.rule(kPackedBand,
                  op_.pre_tokens >= -sequence.queries && op_.next_tokens >= -sequence.keys,
                  op_.pre_tokens, " and ", op_.next_tokens, " for ", sequence.queries,

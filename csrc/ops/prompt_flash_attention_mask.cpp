@@ -4,14 +4,13 @@
 #include "core/error.h"
 #include "core/sparse_mode.h"
 #include "core/symbolic.h"
-#include "ops/inference_mask.h"
 #include "ops/prompt_flash_attention_rules.h"
 
 namespace ascend_attn {
 void PromptFlashAttentionRules::check_mask() const {
-  const InferenceMaskRules rules(op_);
-  rules.check_mode();
   const int64_t mode = op_.sparse_mode;
+  check_inference_mask(op_.atten_mask, mode, op_.pre_tokens, op_.next_tokens,
+                       /*rows_are_batches=*/false);
   limits_.rule(prompt_rules::kModeZero, mode == 0, mode);
   limits_.rule(prompt_rules::kAllPreTokens, op_.pre_tokens >= queries_.maybe_as_int().value_or(0),
                op_.pre_tokens, " for Sq = ", queries_);
@@ -20,37 +19,15 @@ void PromptFlashAttentionRules::check_mask() const {
                op_.next_tokens, " for Skv = ", keys_);
   limits_.rule(prompt_rules::kNextOfMode3, mode != 3 || op_.next_tokens > -INT32_MAX,
                op_.next_tokens);
-  if (rules.check_mask()) {
+  if (op_.atten_mask && is_310p()) {
     const auto dtype = op_.atten_mask->scalar_type();
     limits_.rule(prompt_rules::kBoolMask, dtype == at::kBool, dtype_name(dtype));
-    if (is_310p()) {
-      limits_.rule(prompt_rules::kMaskSizes, same(queries_, keys_) && divides(128, queries_),
-                   "a mask for Sq = ", queries_, ", Skv = ", keys_);
-    }
-    rules.is_compressed() ? rules.check_compressed_mask() : check_full_mask();
+    limits_.rule(prompt_rules::kMaskSizes, same(queries_, keys_) && divides(128, queries_),
+                 "a mask for Sq = ", queries_, ", Skv = ", keys_);
   }
-  if (!op_.masked()) {
-    return;
+  if (op_.masked()) {
+    check_band_of_batches();
   }
-  rules.check_band();
-  check_band_of_batches();
-}
-
-void PromptFlashAttentionRules::check_full_mask() const {
-  const auto& mask = *op_.atten_mask;
-  const int64_t rank = mask.dim();
-  const auto one_or_batch = [&] {
-    const auto& size = mask.sym_size(0);
-    return may_equal(size, 1) || same(size, batch_);
-  };
-  const bool fits = rank >= 2 && rank <= 4 && (rank < 3 || one_or_batch()) &&
-                    (rank < 4 || same(mask.sym_size(1), 1)) &&
-                    at_most(queries_, mask.sym_size(-2)) && at_most(keys_, mask.sym_size(-1));
-  check_value(fits, kName, "atten_mask",
-              "expected shape (Sq, Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, "
-              "Skv), or with more rows and columns, for sparse_mode ",
-              op_.sparse_mode, ", with B, Sq, Skv = ", batch_, ", ", queries_, ", ", keys_,
-              ", got ", mask.sym_sizes());
 }
 
 // A band must intersect the score matrix of every non-empty batch.
@@ -75,7 +52,7 @@ void PromptFlashAttentionRules::check_band_of_batches() const {
     limits_.rule({argument, prompt_rules::kBandOfEmpty.expected},
                  !sequences[b].empty() || -behind < length, behind, " for the ", length, " ",
                  skips_queries ? "queries" : "keys", " of batch ", b);
-    check_value(sequences[b].empty() || -behind < length, kName, argument, "expected more than -",
+    check_value(sequences[b].empty() || -behind < length, name_, argument, "expected more than -",
                 length, ", the ", skips_queries ? "queries" : "keys", " of batch ", b,
                 ", for sparse_mode ", op_.sparse_mode, ", got ", behind);
   }

@@ -1,14 +1,7 @@
 // Argument checks of PromptFlashAttention.
 #pragma once
 
-#include <c10/core/SymInt.h>
-
-#include <vector>
-
-#include "core/device_limits.h"
-#include "core/layout.h"
-#include "core/sequence_lengths.h"
-#include "core/tensor_checks.h"
+#include "ops/dense_shape.h"
 #include "ops/prompt_flash_attention.h"
 
 namespace ascend_attn {
@@ -37,7 +30,7 @@ inline constexpr Rule kNoKeyLengths{"actual_seq_lengths_key", "None", k310P};
 }  // namespace prompt_rules
 
 // Checks one call. Every method raises on the first violated rule.
-class PromptFlashAttentionRules {
+class PromptFlashAttentionRules : DenseShape {
  public:
   // Checks `query`, `key`, `value`, their layout and heads, and the lengths.
   explicit PromptFlashAttentionRules(const PromptFlashAttention& op);
@@ -47,17 +40,7 @@ class PromptFlashAttentionRules {
   at::Tensor out(OutputSource& outputs) const;
 
  private:
-  static constexpr const char* kName = PromptFlashAttention::name;
-
-  void check_tensors() const;
-  void check_heads();
-  void check_sizes();
-  // Checks the number of heads, which the argument `number` gives, and the head size.
-  void check_heads_and_size(NamedTensor argument, const char* number,
-                            const c10::SymInt& heads) const;
   void check_limits() const;
-
-  void check_full_mask() const;
   void check_band_of_batches() const;
 
   void check_scales_of_inputs() const;
@@ -67,16 +50,8 @@ class PromptFlashAttentionRules {
 
   bool is_int8() const { return op_.query.scalar_type() == at::kChar; }
   bool is_310p() const { return limits_.on(k310P); }
-  NamedTensor query() const { return {"query", op_.query}; }
-  // One per batch, or one for all that are alike; empty while a length is symbolic.
-  std::vector<Sequence> sequences() const;
 
   const PromptFlashAttention& op_;
-  Layout layout_;
-  LayoutAxes axes_;
-  DeviceLimits limits_;
-  c10::SymInt batch_, queries_, keys_;
-  c10::SymInt key_heads_, head_size_;
 };
 
 }  // namespace ascend_attn

@@ -154,11 +154,10 @@ DenseAttention::DenseAttention(const PromptFlashAttention& op)
     : DenseAttention(op.layout == Layout::BNSD_BSND ? Layout::BNSD : op.layout.value(),
                      op.heads().expect_int(), op.scale(), op.query, op.key, op.value) {
   const auto mode = static_cast<SparseMode>(op.sparse_mode);
-  for (int64_t b = 0; b < query.size(0); ++b) {
-    add_sequence({.queries = actual_length(op.actual_seq_lengths_query, b, query.size(2)),
-                  .keys = actual_length(op.actual_seq_lengths_key, b, key.size(2)),
-                  .batch = b},
-                 op.masked(), mode, op.pre_tokens, op.next_tokens);
+  for (const auto& tokens :
+       dense_sequences(layout, query.size(0), query.size(2), key.size(2),
+                       op.actual_seq_lengths_query, op.actual_seq_lengths_key)) {
+    add_sequence(tokens, op.masked(), mode, op.pre_tokens, op.next_tokens);
   }
   if (op.atten_mask) {
     read_mask_of_inference(op.name, *op.atten_mask, mode);
@@ -228,20 +227,14 @@ void DenseAttention::read_sequences(const FlashAttentionOptions& options) {
   const bool empty = query.size(2) == 0 && key.size(2) == 0;
   const auto& query_lengths = options.actual_seq_lengths_query;
   const auto& key_lengths = options.actual_seq_lengths_key;
-  auto spans = packed ? packed_sequences(query_lengths.values(), key_lengths.values())
-                      : std::vector<Sequence>(empty ? 0 : query.size(0));
   if (packed && query_lengths.values().back() != 0) {
     warn_of_counts("flash_attention_score", query_lengths.values(), query.size(2));
   }
   int64_t rows = 0;
   int64_t pairs = 0;
-  for (auto& span : spans) {
+  for (const auto& span : dense_sequences(layout, empty ? 0 : query.size(0), query.size(2),
+                                          key.size(2), query_lengths, key_lengths)) {
     const auto index = static_cast<int64_t>(sequences.size());
-    if (!packed) {
-      span = {.queries = actual_length(query_lengths, index, query.size(2)),
-              .keys = actual_length(key_lengths, index, key.size(2)),
-              .batch = index};
-    }
     const int64_t query_room = packed ? span.queries : query.size(2);
     const int64_t key_room = packed ? span.keys : key.size(2);
     sequences.push_back({span, index, query_room, key_room, rows, pairs, {span.keys}});

@@ -144,7 +144,7 @@ def inference_rules(
         wrong(plain, "positive", num_heads=0),
         wrong(plain, "or 0", num_key_value_heads=-1),
         wrong(plain, "divisor of num_heads", num_key_value_heads=3),
-        wrong(plain, "query: num_heads = 2 heads", num_heads=2),
+        wrong(plain, "query: num_heads = 2 on axis 1", num_heads=2),
         wrong(plain, "key: num_key_value_heads = 4", num_key_value_heads=4),
         wrong(plain, "key: num_key_value_heads = 4", num_key_value_heads=0),
         wrong(merged, "multiple of num_heads = 4", query=normal(2, 6, 33)),
