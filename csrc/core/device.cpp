@@ -20,7 +20,7 @@ const auto& entry_of(const Table& table, std::string_view argument, std::string_
     names += c10::str(names.empty() ? "'" : ", '", entry.name, "'");
   }
   raise(Violation::value, "limits", argument,
-        c10::str("expected ", none, " or one of ", names, ", got ", quoted(name)));
+        c10::str("expected ", none, " or one of ", names, ", got ", quoted(name)), Status::none);
 }
 
 }  // namespace

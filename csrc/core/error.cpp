@@ -6,6 +6,8 @@ namespace ascend_attn {
 
 std::string status_text(int code) {
   switch (static_cast<Status>(code)) {
+    case Status::none:
+      break;
     case Status::null_pointer:
       return c10::str("ACLNN_ERR_PARAM_NULLPTR ", code);
     case Status::invalid:
@@ -71,7 +73,7 @@ std::string quoted(std::string_view text) {
 void raise(Violation violation, std::string_view op, std::string_view argument,
            const std::string& message, Status status) {
   auto text = c10::str("ascend::", op, ": ", argument, ": ", message);
-  if (op != "limits" && op != "sparse_mode_mask") {  // which are no functions of CANN
+  if (status != Status::none) {
     text += c10::str(" [", status_text(static_cast<int>(status)), "]");
   }
   const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};

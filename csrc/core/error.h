@@ -13,6 +13,7 @@ namespace ascend_attn {
 
 // The aclnn status codes that the documentation of the operators names.
 enum class Status : int {
+  none = 0,                 // of what is no function of CANN
   null_pointer = 161001,    // ACLNN_ERR_PARAM_NULLPTR
   invalid = 161002,         // ACLNN_ERR_PARAM_INVALID
   runtime = 361001,         // ACLNN_ERR_RUNTIME_ERROR

@@ -151,11 +151,15 @@ std::vector<std::pair<int64_t, int64_t>> kept_keys_of_rows(int64_t sparse_mode, 
                                                            int64_t keys, int64_t pre_tokens,
                                                            int64_t next_tokens, int64_t prefix,
                                                            bool is_band) {
-  constexpr const char* op = "sparse_mode_mask";
-  check_value(sparse_mode >= 0 && sparse_mode <= kLastSparseMode, op, "sparse_mode",
-              "expected 0 to 8, got ", sparse_mode);
-  check_value(queries >= 0, op, "sq", "expected at least 0, got ", queries);
-  check_value(keys >= 0, op, "skv", "expected at least 0, got ", keys);
+  const auto check = [](const char* argument, int64_t given, int64_t most, const char* expected) {
+    if (given < 0 || given > most) {
+      raise(Violation::value, "sparse_mode_mask", argument,
+            c10::str("expected ", expected, ", got ", given), Status::none);
+    }
+  };
+  check("sparse_mode", sparse_mode, kLastSparseMode, "0 to 8");
+  check("sq", queries, INT64_MAX, "at least 0");
+  check("skv", keys, INT64_MAX, "at least 0");
   const auto kept = kept_keys(static_cast<SparseMode>(sparse_mode), queries, keys, pre_tokens,
                               next_tokens, prefix, is_band);
   std::vector<std::pair<int64_t, int64_t>> rows;
