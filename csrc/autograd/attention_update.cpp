@@ -45,21 +45,18 @@ void AttentionUpdate::save(AutogradContext& context, const Outputs&) const {
 variable_list AttentionUpdate::backward(AutogradContext& context, const variable_list& d_outputs) {
   const SavedCall<AttentionUpdate> saved(context);
   const auto& op = saved.op();
-  Gradients gradients(op);
-  const auto& d_out = d_outputs[0];
-  const auto& d_lse_out = d_outputs[1];
-  if (d_out.defined() || d_lse_out.defined()) {
-    const auto [d_lse, d_local_out] = call(AttentionUpdateGrad{
-        .d_out =
-            d_out.defined() ? d_out : op.local_out[0].new_zeros_symint(op.local_out[0].sym_sizes()),
-        .d_lse_out =
-            d_lse_out.defined() ? d_lse_out : op.lse[0].new_zeros_symint(op.lse[0].sym_sizes()),
-        .lse = op.lse,
-        .local_out = op.local_out});
-    gradients.set(op.lse, d_lse.unbind());
-    gradients.set(op.local_out, d_local_out.unbind());
+  const auto or_zeros = [](const at::Tensor& gradient, const at::Tensor& like) {
+    return gradient.defined() ? gradient : like.new_zeros_symint(like.sym_sizes());
+  };
+  if (!d_outputs[0].defined() && !d_outputs[1].defined()) {
+    return variable_list(op.lse.size() + op.local_out.size());
   }
-  return gradients;
+  const auto [d_lse, d_local_out] =
+      call(AttentionUpdateGrad{.d_out = or_zeros(d_outputs[0], op.local_out[0]),
+                               .d_lse_out = or_zeros(d_outputs[1], op.lse[0]),
+                               .lse = op.lse,
+                               .local_out = op.local_out});
+  return gradients_of(op, std::tuple(d_lse.unbind(), d_local_out.unbind()), op.lse, op.local_out);
 }
 
 }  // namespace ascend_attn

@@ -58,7 +58,6 @@ variable_list FlashAttentionScore::backward(AutogradContext& context,
   }
   const SavedCall<FlashAttentionScore> saved(context);
   const auto& op = saved.op();
-  Gradients gradients(op);
   FlashAttentionExtendedGradArguments arguments{
       .query = op.query,
       .key = op.key,
@@ -73,24 +72,15 @@ variable_list FlashAttentionScore::backward(AutogradContext& context,
       .pse_grad = context.saved_data["pse_grad"].toBool()};
   arguments.options.pse_shift = pse_of_gradient(op);
   if (!op.extra.given() && !arguments.pse_grad) {
-    std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value)) =
-        call(FlashAttentionScoreGrad{arguments.without_extra()});
-    return gradients;
+    return gradients_of(op, call(FlashAttentionScoreGrad{arguments.without_extra()}), op.query,
+                        op.key, op.value);
   }
-  at::Tensor d_sink, d_query_rope, d_key_rope, d_pse;
-  std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.value), d_sink,
-           d_query_rope, d_key_rope, d_pse) = call(FlashAttentionScoreExtendedGrad{arguments});
-  if (arguments.pse_grad) {
-    gradients.of(op.options.pse_shift) = at::sum_to(d_pse, op.options.pse_shift->sym_sizes());
-  }
-  if (op.extra.sink) {
-    gradients.of(op.extra.sink) = std::move(d_sink);
-  }
-  if (op.extra.query_rope) {
-    gradients.of(op.extra.query_rope) = std::move(d_query_rope);
-    gradients.of(op.extra.key_rope) = std::move(d_key_rope);
-  }
-  return gradients;
+  const auto& [pse, sink, query_rope, key_rope] =
+      std::tie(op.options.pse_shift, op.extra.sink, op.extra.query_rope, op.extra.key_rope);
+  auto gradients = call(FlashAttentionScoreExtendedGrad{arguments});
+  auto& d_pse = std::get<6>(gradients);
+  d_pse = arguments.pse_grad ? at::sum_to(d_pse, pse->sym_sizes()) : at::Tensor();
+  return gradients_of(op, gradients, op.query, op.key, op.value, sink, query_rope, key_rope, pse);
 }
 
 }  // namespace ascend_attn

@@ -31,8 +31,7 @@ variable_list LightningIndexer::backward(AutogradContext& context, const variabl
   }
   const SavedCall<LightningIndexer> saved(context);
   const auto& op = saved.op();
-  Gradients gradients(op);
-  std::tie(gradients.of(op.query), gradients.of(op.key), gradients.of(op.weights)) =
+  const auto gradients =
       call(LightningIndexerGrad{.query = op.query,
                                 .key = op.key,
                                 .d_values = d_values,
@@ -45,7 +44,7 @@ variable_list LightningIndexer::backward(AutogradContext& context, const variabl
                                 .pre_tokens = op.pre_tokens,
                                 .next_tokens = op.next_tokens,
                                 .deterministic = context.saved_data["deterministic"].toBool()});
-  return gradients;
+  return gradients_of(op, gradients, op.query, op.key, op.weights);
 }
 
 }  // namespace ascend_attn

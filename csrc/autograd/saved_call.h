@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <array>
 #include <concepts>
 #include <initializer_list>
 #include <optional>
@@ -161,40 +162,23 @@ variable_list no_gradients() {
   return variable_list(kArgumentCount<Op>);
 }
 
-// The gradients of the tensors of `op`; most are undefined.
-template <typename Op>
-class Gradients {
- public:
-  explicit Gradients(const Op& op) : op_(op), gradients_(slots_before(kArgumentCount<Op>)) {}
-
-  // The gradient of a field of `op`: gradients.of(op.query) = d_query.
-  template <typename Field>
-  at::Tensor& of(const Field& field) {
-    static_assert(!std::same_as<Field, TensorListField>, "set() takes the gradients of a list");
-    if constexpr (OptionalTensor<Field>) {
-      TORCH_INTERNAL_ASSERT(field && field->defined(), "expected a tensor that was given");
-    }
-    return gradients_[slots_before(position_of(op_, field))];
-  }
-  // Sets the gradients of a list of tensors, in its order.
-  void set(const TensorListField& list, at::TensorList gradients) {
-    TORCH_INTERNAL_ASSERT(gradients.size() == list.size(), "expected a gradient for each tensor");
-    std::ranges::copy(gradients, gradients_.begin() + slots_before(position_of(op_, list)));
-  }
-
-  operator variable_list() && { return std::move(gradients_); }
-
- private:
-  // Returns the number of tensors before a position.
-  size_t slots_before(size_t position) const {
-    size_t slots = 0;
-    for_each_tensor(
-        op_, [&](const at::Tensor&, Place place) { slots += place.position < position ? 1 : 0; });
-    return slots;
-  }
-
-  const Op& op_;
-  variable_list gradients_;
-};
+// Returns the gradients of the tensors of `op` that are given: `results` are those of `fields`, of
+// a list if the field is one, and the other tensors have none.
+template <typename Op, typename... Results, typename... Fields>
+variable_list gradients_of(const Op& op, const std::tuple<Results...>& results,
+                           const Fields&... fields) {
+  static_assert(sizeof...(Results) == sizeof...(Fields));
+  const std::array<size_t, sizeof...(Fields)> positions{position_of(op, fields)...};
+  const auto of_fields =
+      std::apply([](const auto&... each) { return std::array{variable_list{each}...}; }, results);
+  variable_list gradients;
+  for_each_tensor(op, [&](const at::Tensor&, Place place) {
+    const auto* const found = std::ranges::find(positions, place.position);
+    const auto index = static_cast<size_t>(std::max<int64_t>(place.index, 0));
+    gradients.push_back(found == positions.end() ? at::Tensor()
+                                                 : of_fields[found - positions.begin()].at(index));
+  });
+  return gradients;
+}
 
 }  // namespace ascend_attn

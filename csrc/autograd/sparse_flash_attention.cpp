@@ -41,29 +41,21 @@ variable_list SparseFlashAttention::backward(AutogradContext& context,
   }
   const SavedCall<SparseFlashAttention> saved(context);
   const auto& op = saved.op();
-  Gradients gradients(op);
   auto options = op.options;
   options.pre_tokens = options.next_tokens = kIgnoredTokens;
   options.deterministic = context.saved_data["deterministic"].toBool();
-  auto [d_query, d_key, d_value, d_query_rope, d_key_rope] =
-      call(SparseFlashAttentionGrad{.query = op.query,
-                                    .key = op.key,
-                                    .value = op.value,
-                                    .sparse_indices = op.sparse_indices,
-                                    .d_out = if_defined(d_out),
-                                    .out = saved.output(0),
-                                    .softmax_max = saved.output(1),
-                                    .softmax_sum = saved.output(2),
-                                    .options = options,
-                                    .d_softmax_sum = if_defined(d_softmax_sum)});
-  gradients.of(op.query) = std::move(d_query);
-  gradients.of(op.key) = std::move(d_key);
-  gradients.of(op.value) = std::move(d_value);
-  if (options.query_rope) {
-    gradients.of(op.options.query_rope) = std::move(d_query_rope);
-    gradients.of(op.options.key_rope) = std::move(d_key_rope);
-  }
-  return gradients;
+  const auto gradients = call(SparseFlashAttentionGrad{.query = op.query,
+                                                       .key = op.key,
+                                                       .value = op.value,
+                                                       .sparse_indices = op.sparse_indices,
+                                                       .d_out = if_defined(d_out),
+                                                       .out = saved.output(0),
+                                                       .softmax_max = saved.output(1),
+                                                       .softmax_sum = saved.output(2),
+                                                       .options = options,
+                                                       .d_softmax_sum = if_defined(d_softmax_sum)});
+  return gradients_of(op, gradients, op.query, op.key, op.value, op.options.query_rope,
+                      op.options.key_rope);
 }
 
 }  // namespace ascend_attn

@@ -45,10 +45,9 @@ variable_list SparseFlashMla::backward(AutogradContext& context, const variable_
   }
   const SavedCall<SparseFlashMla> saved(context);
   const auto& op = saved.op();
-  Gradients gradients(op);
   auto options = op.options;
   options.deterministic = context.saved_data["deterministic"].toBool();
-  auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] =
+  const auto [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] =
       call(SparseFlashMlaGrad{.query = op.query,
                               .ori_kv = op.ori_kv,
                               .cmp_kv = op.cmp_kv,
@@ -58,15 +57,8 @@ variable_list SparseFlashMla::backward(AutogradContext& context, const variable_
                               .softmax_lse = saved.output(1),
                               .options = options,
                               .d_softmax_lse = if_defined(d_softmax_lse)});
-  gradients.of(op.query) = std::move(d_query);
-  gradients.of(op.ori_kv) = std::move(d_ori_kv);
-  if (op.cmp_kv) {
-    gradients.of(op.cmp_kv) = std::move(d_cmp_kv);
-  }
-  if (options.sink) {
-    gradients.of(op.options.sink) = std::move(d_sink);
-  }
-  return gradients;
+  return gradients_of(op, std::tie(d_query, d_ori_kv, d_cmp_kv, d_sink), op.query, op.ori_kv,
+                      op.cmp_kv, op.options.sink);
 }
 
 }  // namespace ascend_attn
