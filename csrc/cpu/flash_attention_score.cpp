@@ -13,7 +13,7 @@ void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::O
   const auto& [out, softmax_max, softmax_sum] = outputs;
   if (attention.layout == Layout::TND) {
     for (const auto& output : {out, softmax_max, softmax_sum}) {
-      zero_unused_queries(output, output.size(0), attention.sequences);
+      zero_unused_tokens(output, output.size(0), attention.sequences, &Sequence::queries);
     }
   }
   const auto by_head = attention.by_head(out, attention.heads);

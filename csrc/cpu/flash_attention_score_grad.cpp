@@ -248,17 +248,15 @@ void differentiate_as(const DenseAttentionGrad& attention, const DenseGradients&
 
 void differentiate(const DenseAttentionGrad& attention, const DenseGradients& gradients) {
   if (attention.forward.layout == Layout::TND) {
-    const auto& sequences = attention.forward.sequences;
-    for (const auto& tensor : {gradients.dq, gradients.dq_rope}) {
-      if (tensor.defined()) {
-        zero_unused_queries(tensor, tensor.size(0), sequences);
-      }
-    }
-    for (const auto& tensor : {gradients.dk, gradients.dv, gradients.dk_rope}) {
-      if (tensor.defined()) {
-        zero_unused_keys(tensor, tensor.size(0), sequences);
-      }
-    }
+    const auto zero_unused = [&](const at::Tensor& tensor, int64_t Sequence::* tokens) {
+      const int64_t count = tensor.defined() ? tensor.size(0) : 0;
+      zero_unused_tokens(tensor, count, attention.forward.sequences, tokens);
+    };
+    zero_unused(gradients.dq, &Sequence::queries);
+    zero_unused(gradients.dq_rope, &Sequence::queries);
+    zero_unused(gradients.dk, &Sequence::keys);
+    zero_unused(gradients.dv, &Sequence::keys);
+    zero_unused(gradients.dk_rope, &Sequence::keys);
   }
   const auto fill_padding = [&](const at::Tensor& gradient, int64_t heads,
                                 int64_t Sequence::* tokens) {

@@ -91,7 +91,7 @@ void attend(const MlaInputs& inputs, double scale, const SparseFlashMla::Outputs
 void sparse_flash_mla(const SparseFlashMla& op, SparseFlashMla::Outputs& outputs) {
   const MlaInputs inputs(op);
   const auto& [out, softmax_lse] = outputs;
-  inputs.zero_unused_queries({out, softmax_lse});
+  inputs.zero_unused({out, softmax_lse});
   dispatch_operand(out.scalar_type(), [&]<typename Input, typename Operand>() {
     attend<Input, Operand>(inputs, op.options.scale_value, outputs);
   });

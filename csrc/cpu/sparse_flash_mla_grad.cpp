@@ -195,9 +195,7 @@ void differentiate(const SparseFlashMlaGrad& op, const MlaInputs& inputs,
 void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Outputs& outputs) {
   const MlaInputs inputs(op);
   const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
-  inputs.zero_unused_queries({d_query, cmp_softmax_l1_norm});
-  inputs.zero_unused_originals(d_ori_kv);
-  inputs.zero_unused_compressed(d_cmp_kv);
+  inputs.zero_unused({d_query, cmp_softmax_l1_norm}, d_ori_kv, d_cmp_kv);
   dispatch_operand(d_query.scalar_type(), [&]<typename Input, typename Operand>() {
     differentiate<Input, Operand>(op, inputs, outputs);
   });

@@ -159,27 +159,6 @@ inline const uint8_t* bytes_of(const at::Tensor& mask) {
   return mask.defined() ? static_cast<const uint8_t*>(mask.const_data_ptr()) : nullptr;
 }
 
-// The rows of one head of one sequence in a (B, N, S, D) tensor.
-template <typename T>
-class HeadRows {
- public:
-  HeadRows(T* data, int64_t token_stride) : data_(data), token_stride_(token_stride) {}
-  HeadRows(T* data, const at::Tensor& tensor, int64_t batch, int64_t head, int64_t begin)
-      : data_(data + batch * tensor.stride(0) + head * tensor.stride(1) + begin * tensor.stride(2)),
-        head_stride_(tensor.stride(1)),
-        token_stride_(tensor.stride(2)) {}
-
-  T* row(int64_t token, int64_t head = 0) const {
-    return data_ + head * head_stride_ + token * token_stride_;
-  }
-  int64_t token_stride() const { return token_stride_; }
-
- private:
-  T* data_;
-  int64_t head_stride_ = 0;
-  int64_t token_stride_;
-};
-
 template <typename T>
 HeadRows<T> rows_of(const Matrix<T>& rows) {
   return {rows.data(), rows.stride()};
@@ -230,17 +209,6 @@ JoinedRows<T> joined_query_rows(const DenseAttention& attention, const DenseSequ
   }
   return joined;
 }
-template <typename T>
-JoinedRows<T> joined_key_rows(const DenseAttention& attention, const DenseSequence& sequence,
-                              int64_t head) {
-  JoinedRows<T> joined{key_rows<T>(attention.key, sequence, head), {}, attention.key.size(-1), 0};
-  if (attention.key_rope.defined()) {
-    joined.ropes = key_rows<T>(attention.key_rope, sequence, head);
-    joined.rope_size = attention.rope_size;
-  }
-  return joined;
-}
-
 // The keys, or the values, of one head of a sequence, contiguous or in pages.
 template <typename T>
 class HeadKeys {

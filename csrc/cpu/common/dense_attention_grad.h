@@ -102,7 +102,7 @@ class ScoreGradient {
   // keep the key.
   template <typename Function>
   void for_each_tile(int64_t begin, int64_t count, const Function& function) {
-    keys_.load(joined_key_rows<Input>(attention_, *sequence_, key_head_), begin, count);
+    keys_.load(HeadKeys<Input>::keys(attention_, *sequence_, key_head_).rows(0), begin, count);
     values_.load(key_rows<Input>(attention_.value, *sequence_, key_head_), begin, count);
     cpu::for_each_tile(*sequence_, attention_.group(), 0, sequence_->queries * attention_.group(),
                        begin, count, [&](const ScoreTile& tile) {

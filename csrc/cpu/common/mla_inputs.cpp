@@ -24,14 +24,6 @@ void make_equal(std::vector<Sequence>& a, std::vector<Sequence>& b) {
   b.resize(count);
 }
 
-std::vector<int64_t> key_counts(const std::vector<Sequence>& sequences) {
-  std::vector<int64_t> counts;
-  for (const auto& sequence : sequences) {
-    counts.push_back(sequence.keys);
-  }
-  return counts;
-}
-
 KeptKeys window_of(const SparseMlaOptions& options, const Sequence& sequence) {
   const auto mode = static_cast<SparseMode>(options.ori_mask_mode);
   if (mode != SparseMode::band) {
@@ -77,7 +69,7 @@ MlaInputs::MlaInputs(const Op& op, const SparseMlaPages& pages)
     make_equal(originals, compressed);
     if (options.cmp_residual_kv || mode == SparseMode::right_down_causal) {
       residuals = read_residuals(op.name, {"cmp_residual_kv", options.cmp_residual_kv},
-                                 options.cmp_ratio, key_counts(originals), key_counts(compressed));
+                                 options.cmp_ratio, keys_of(originals), keys_of(compressed));
     }
   }
   const bool aligned = options.ori_mask_mode != static_cast<int64_t>(SparseMode::standard);
@@ -147,28 +139,17 @@ std::vector<Sequence> MlaInputs::joined_sequences() const {
   return result;
 }
 
-void MlaInputs::zero_unused_queries(std::initializer_list<at::Tensor> outputs) const {
-  const auto joined = joined_sequences();
-  for (const auto& output : outputs) {
-    cpu::zero_unused_queries(output, token_count(query), joined);
+void MlaInputs::zero_unused(std::initializer_list<at::Tensor> of_query,
+                            const at::Tensor& of_originals, const at::Tensor& of_compressed) const {
+  for (const auto& output : of_query) {
+    zero_unused_tokens(output, token_count(query), sequences, &Sequence::queries,
+                       &MlaSequence::originals);
   }
-}
-
-void MlaInputs::zero_unused_originals(const at::Tensor& output) const {
-  std::vector<Sequence> originals;
-  for (const auto& sequence : sequences) {
-    originals.push_back(sequence.originals);
-  }
-  zero_unused_keys(output, token_count(ori_kv), originals);
-}
-
-void MlaInputs::zero_unused_compressed(const at::Tensor& output) const {
-  std::vector<Sequence> compressed;
-  for (const auto& sequence : sequences) {
-    compressed.push_back(sequence.compressed);
-  }
+  zero_unused_tokens(of_originals, token_count(ori_kv), sequences, &Sequence::keys,
+                     &MlaSequence::originals);
   if (cmp_kv.defined()) {
-    zero_unused_keys(output, token_count(cmp_kv), compressed);
+    zero_unused_tokens(of_compressed, token_count(cmp_kv), sequences, &Sequence::keys,
+                       &MlaSequence::compressed);
   }
 }
 

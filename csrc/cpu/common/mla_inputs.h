@@ -128,10 +128,9 @@ class MlaInputs {
 
   // The sequences with all joined keys of each.
   std::vector<Sequence> joined_sequences() const;
-  // Zeroes the tokens that belong to no sequence, in dense outputs.
-  void zero_unused_queries(std::initializer_list<at::Tensor> outputs) const;
-  void zero_unused_originals(const at::Tensor& output) const;
-  void zero_unused_compressed(const at::Tensor& output) const;
+  // Zeroes the tokens that belong to no sequence, in dense outputs of queries and of keys.
+  void zero_unused(std::initializer_list<at::Tensor> of_query, const at::Tensor& of_originals = {},
+                   const at::Tensor& of_compressed = {}) const;
 
   static constexpr bool value_is_key() { return true; }
 

@@ -34,8 +34,8 @@ class QueryKeyProduct {
   QueryKeyProduct(int64_t heads, HeadColumns<Operand> columns, int64_t max_keys)
       : heads_(heads), columns_(columns), max_keys_(max_keys) {}
 
-  void load_query(const TokenRows<Input>& query, const TokenRows<Input>& rope, int64_t token,
-                  int64_t heads) {
+  void load_query(const HeadRows<const Input>& query, const HeadRows<const Input>& rope,
+                  int64_t token, int64_t heads) {
     load_heads(query, token, heads, columns_.nope, query_);
     if (columns_.rope > 0) {
       load_heads(rope, token, heads, columns_.rope, query_, columns_.rope_begin());

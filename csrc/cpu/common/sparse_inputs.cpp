@@ -148,10 +148,10 @@ void SparseInputs::check_blocks(std::string_view op) const {
 void SparseInputs::zero_unused(std::initializer_list<at::Tensor> of_query,
                                std::initializer_list<at::Tensor> of_key) const {
   for (const auto& tensor : of_query) {
-    zero_unused_queries(tensor, token_count(query), sequences);
+    zero_unused_tokens(tensor, token_count(query), sequences, &Sequence::queries);
   }
   for (const auto& tensor : of_key) {
-    zero_unused_keys(tensor, token_count(key), sequences);
+    zero_unused_tokens(tensor, token_count(key), sequences, &Sequence::keys);
   }
 }
 

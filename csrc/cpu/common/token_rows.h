@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstring>
+#include <functional>
 #include <type_traits>
 #include <vector>
 
@@ -23,40 +24,49 @@ inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
   return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
+// Rows of several heads, by their strides: those of a sequence, say, in a (B, N, S, D) tensor.
+template <typename T>
+class HeadRows {
+ public:
+  HeadRows() = default;
+  HeadRows(T* data, int64_t token_stride, int64_t head_stride = 0)
+      : data_(data), token_stride_(token_stride), head_stride_(head_stride) {}
+  HeadRows(T* data, const at::Tensor& tensor, int64_t batch, int64_t head, int64_t begin)
+      : HeadRows(
+            data + batch * tensor.stride(0) + head * tensor.stride(1) + begin * tensor.stride(2),
+            tensor.stride(2), tensor.stride(1)) {}
+
+  T* row(int64_t token, int64_t head = 0) const {
+    return data_ + head * head_stride_ + token * token_stride_;
+  }
+  HeadRows from_head(int64_t head) const { return {row(0, head), token_stride_, head_stride_}; }
+  int64_t token_stride() const { return token_stride_; }
+
+ private:
+  T* data_ = nullptr;
+  int64_t token_stride_ = 0;
+  int64_t head_stride_ = 0;
+};
+
 // The rows of the tokens of one sequence. The axes of the tensor are (B, S, heads, D) or
 // (T, heads, D); `begin` counts over the flattened token axes, and the sequence stays in one batch.
 template <typename T>
-class TokenRows {
+class TokenRows : public HeadRows<const T> {
  public:
   TokenRows() = default;
   // An undefined tensor has no rows.
-  TokenRows(const at::Tensor& tensor, int64_t begin) {
-    if (!tensor.defined()) {
-      return;
-    }
-    data_ = tensor.const_data_ptr<T>();
-    token_stride_ = tensor.stride(-3);
-    head_stride_ = tensor.stride(-2);
-    if (tensor.dim() == 4 && tensor.size(1) > 0) {
-      data_ += begin / tensor.size(1) * tensor.stride(0);
-      begin %= tensor.size(1);
-    }
-    data_ += begin * token_stride_;
-  }
-
-  const T* row(int64_t token, int64_t head = 0) const {
-    return data_ + token * token_stride_ + head * head_stride_;
-  }
-  TokenRows from_head(int64_t head) const {
-    TokenRows rows = *this;
-    rows.data_ += head * head_stride_;
-    return rows;
-  }
+  TokenRows(const at::Tensor& tensor, int64_t begin)
+      : HeadRows<const T>(tensor.defined() ? of_token(tensor, begin) : HeadRows<const T>()) {}
 
  private:
-  const T* data_ = nullptr;
-  int64_t token_stride_ = 0;
-  int64_t head_stride_ = 0;
+  static HeadRows<const T> of_token(const at::Tensor& tensor, int64_t begin) {
+    const auto* data = tensor.const_data_ptr<T>();
+    if (tensor.dim() == 4 && tensor.size(1) > 0) {
+      data += begin / tensor.size(1) * tensor.stride(0);
+      begin %= tensor.size(1);
+    }
+    return {data + begin * tensor.stride(-3), tensor.stride(-3), tensor.stride(-2)};
+  }
 };
 
 // A row of no elements may have no memory.
@@ -74,7 +84,7 @@ void load_row(const Input* from, Operand* to, int64_t width) {
 
 // Copies head h of `token` to row h of `tile`, starting at `column`.
 template <typename Operand, typename Input>
-void load_heads(const TokenRows<Input>& rows, int64_t token, int64_t heads, int64_t width,
+void load_heads(const HeadRows<const Input>& rows, int64_t token, int64_t heads, int64_t width,
                 const Tile<Operand>& tile, int64_t column = 0) {
   for (int64_t head = 0; head < heads; ++head) {
     load_row(rows.row(token, head), tile.row(head) + column, width);
@@ -111,13 +121,15 @@ void zero_rows(const Tile<T>& tile, int64_t begin, int64_t end) {
   }
 }
 
-// Zeroes the tokens of a dense tensor that belong to no sequence. Sequences are ordered by `begin`.
-template <typename Sequences>
+// Zeroes the tokens of a dense tensor that belong to no sequence: tokens of queries, or of keys.
+// Sequences are ordered. An undefined tensor has none.
+template <typename Sequences, typename Projection = std::identity>
 void zero_unused_tokens(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences,
-                        int64_t Sequence::* begin, int64_t Sequence::* count) {
-  if (tensor.numel() == 0) {
+                        int64_t Sequence::* count, Projection sequence_of = {}) {
+  if (!tensor.defined() || tensor.numel() == 0) {
     return;
   }
+  const auto begin = count == &Sequence::queries ? &Sequence::query_begin : &Sequence::key_begin;
   const auto bytes_per_token = static_cast<int64_t>(tensor.nbytes()) / tokens;
   auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   const auto zero = [&](int64_t from, int64_t to) {
@@ -125,19 +137,12 @@ void zero_unused_tokens(const at::Tensor& tensor, int64_t tokens, const Sequence
                 static_cast<size_t>((to - from) * bytes_per_token));
   };
   int64_t end = 0;
-  for (const auto& sequence : sequences) {
+  for (const auto& each : sequences) {
+    const Sequence& sequence = std::invoke(sequence_of, each);
     zero(end, sequence.*begin);
     end = sequence.*begin + sequence.*count;
   }
   zero(end, tokens);
-}
-template <typename Sequences>
-void zero_unused_queries(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences) {
-  zero_unused_tokens(tensor, tokens, sequences, &Sequence::query_begin, &Sequence::queries);
-}
-template <typename Sequences>
-void zero_unused_keys(const at::Tensor& tensor, int64_t tokens, const Sequences& sequences) {
-  zero_unused_tokens(tensor, tokens, sequences, &Sequence::key_begin, &Sequence::keys);
 }
 
 }  // namespace ascend_attn::cpu
