@@ -113,6 +113,10 @@ std::vector<Sequence> dense_sequences(Layout layout, int64_t batches, int64_t qu
   return sequences;
 }
 
+int64_t longest(c10::ArrayRef<int64_t> ends) {
+  return longest(packed_sequences(ends, ends), &Sequence::queries);
+}
+
 int64_t pair_count(c10::ArrayRef<Sequence> sequences) {
   int64_t pairs = 0;
   for (const auto& sequence : sequences) {

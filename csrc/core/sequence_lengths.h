@@ -9,6 +9,7 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <string_view>
 #include <vector>
 
@@ -51,6 +52,18 @@ std::vector<Sequence> packed_sequences(c10::ArrayRef<int64_t> query_ends,
 std::vector<Sequence> dense_sequences(Layout layout, int64_t batches, int64_t queries, int64_t keys,
                                       const Lengths& query_lengths, const Lengths& key_lengths,
                                       bool paged = false);
+
+// Returns the largest number of queries, or of keys, of any sequence.
+template <typename Sequences>
+int64_t longest(const Sequences& sequences, int64_t Sequence::* tokens) {
+  int64_t most = 0;
+  for (const auto& sequence : sequences) {
+    most = std::max(most, sequence.*tokens);
+  }
+  return most;
+}
+// The same of cumulative lengths, which a 0 may close.
+int64_t longest(c10::ArrayRef<int64_t> ends);
 
 // Returns the number of query-key pairs, the sum of queries * keys, or the largest number of 64
 // bits if there are more.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/sequence_lengths.h"
 #include "core/sparse_mode.h"
 #include "npu/aclnn/product.h"
 #include "npu/compressed_masks.h"
@@ -103,16 +104,6 @@ std::optional<at::Tensor> mask_with_band(const char* op, const FlashAttentionOpt
   const auto behind = columns < rows - std::clamp(o.pre_tokens, -keys, queries);
   const auto ahead = columns > rows + std::clamp(o.next_tokens, -queries, keys);
   return mask.logical_or(behind.logical_or(ahead)).view(mask.scalar_type());
-}
-
-int64_t longest(const IntegerList& ends) {
-  int64_t most = 0;
-  int64_t begin = 0;
-  for (const auto end : ends) {
-    most = std::max(most, end - begin);
-    begin = std::max(begin, end);
-  }
-  return most;
 }
 
 // The device takes full masks with an axis of 1 for the heads, or for batches and heads, alone.

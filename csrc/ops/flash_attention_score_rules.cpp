@@ -47,14 +47,6 @@ bool FlashAttentionRules::obeys(const Rule& rule) const {
   return std::ranges::find(table_.rules, rule.expected, &Rule::expected) != table_.rules.end();
 }
 
-int64_t FlashAttentionRules::longest(c10::ArrayRef<int64_t> ends) {
-  int64_t length = ends.empty() ? 0 : ends[0];
-  for (size_t b = 1; b < ends.size(); ++b) {
-    length = std::max(length, ends[b] - ends[b - 1]);
-  }
-  return length;
-}
-
 void FlashAttentionRules::check_lengths() {
   if (!is_packed()) {
     check_counts();

@@ -110,7 +110,6 @@ class FlashAttentionRules : DenseShape {
   // In layout TND: the longest sequence, and the tokens of all; of lengths that are known.
   int64_t longest_query() const { return longest(query_ends_); }
   int64_t longest_key() const { return longest(key_ends_); }
-  static int64_t longest(c10::ArrayRef<int64_t> ends);
   int64_t key_sum() const { return key_ends_.empty() ? 0 : key_ends_.back(); }
   int64_t query_sum() const { return query_ends_.empty() ? 0 : query_ends_.back(); }
 

@@ -107,7 +107,7 @@ std::optional<int64_t> FusedInferRules::longest_query() const {
   if (sequences.empty()) {
     return std::nullopt;
   }
-  return std::ranges::max(sequences, {}, &Sequence::queries).queries;
+  return longest(sequences, &Sequence::queries);
 }
 
 void FusedInferRules::check_limits() const {

@@ -160,31 +160,24 @@ void SparseRules::check_token_weight(NamedTensor argument) const {
 }
 
 void SparseRules::check_sparse_indices(NamedTensor argument) const {
-  check_same_device(argument);
-  const auto& indices = argument.tensor;
   check_integers(op_, argument);
-  const int64_t rank = query_.tensor.dim();
-  if (indices.dim() == rank - 1) {
-    check_shape(op_, argument, query_tokens_and({indices.sym_size(-1)}),
-                layout_ == Layout::TND ? "(T1, K)" : "(B, S1, K)");
-  } else {
-    check_value(indices.dim() == rank, op_, argument.name, "expected rank ", rank, " for layout ",
-                layout_name(layout_), ", got shape ", indices.sym_sizes());
-    check_shape(op_, argument, query_tokens_and({1, indices.sym_size(-1)}),
-                layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
-  }
+  check_selected_values(argument, argument.tensor);
 }
 
 void SparseRules::check_selected_values(NamedTensor argument,
                                         const at::Tensor& sparse_indices) const {
   check_same_device(argument);
-  const auto count = sparse_indices.sym_sizes().back();
-  if (argument.tensor.dim() == query_.tensor.dim() - 1) {
-    check_shape(op_, argument, query_tokens_and({count}),
-                layout_ == Layout::TND ? "(T1, K)" : "(B, S1, K)");
+  const auto& tensor = argument.tensor;
+  const int64_t rank = query_.tensor.dim();
+  const bool packed = layout_ == Layout::TND;
+  check_value(tensor.dim() == rank || tensor.dim() == rank - 1, op_, argument.name,
+              "expected rank ", rank, " for layout ", layout_name(layout_), ", got shape ",
+              tensor.sym_sizes());
+  const auto& count = sparse_indices.sym_size(-1);
+  if (tensor.dim() < rank) {
+    check_shape(op_, argument, query_tokens_and({count}), packed ? "(T1, K)" : "(B, S1, K)");
   } else {
-    check_shape(op_, argument, query_tokens_and({1, count}),
-                layout_ == Layout::TND ? "(T1, 1, K)" : "(B, S1, 1, K)");
+    check_shape(op_, argument, selection_sizes(count), packed ? "(T1, 1, K)" : "(B, S1, 1, K)");
   }
 }
 

@@ -307,21 +307,13 @@ void DenseAttention::read_mask(const char* op, const FlashAttentionOptions& opti
   use_full_mask(op, given);
 }
 
-int64_t DenseAttention::longest(int64_t Sequence::* tokens) const {
-  int64_t most = 0;
-  for (const auto& sequence : sequences) {
-    most = std::max(most, sequence.*tokens);
-  }
-  return most;
-}
-
 at::Tensor DenseAttention::expanded(const at::Tensor& mask) const {
   if (mask.dim() < 4 || (mask.size(2) != 1 && mask.size(3) != 1)) {
     return mask;
   }
   const bool packed = layout == Layout::TND;
-  const int64_t queries = packed ? longest(&Sequence::queries) : query.size(2);
-  const int64_t keys = packed ? longest(&Sequence::keys) : key.size(2);
+  const int64_t queries = packed ? longest(sequences, &Sequence::queries) : query.size(2);
+  const int64_t keys = packed ? longest(sequences, &Sequence::keys) : key.size(2);
   // Rows are read as they lie.
   const auto rows = mask.size(3) == 1 ? mask.expand({-1, -1, -1, keys}).contiguous() : mask;
   return rows.size(2) == 1 ? rows.expand({-1, -1, queries, -1}) : rows;
@@ -335,15 +327,15 @@ void DenseAttention::use_full_mask(const char* op, const at::Tensor& given) {
   // A mask may be larger than the keys of a call, and its rows may repeat.
   const auto used = [&](int64_t axis, int64_t Sequence::* tokens) {
     const auto size = mask.size(axis);
-    return layout == Layout::TND ? size : std::min(size, longest(tokens));
+    return layout == Layout::TND ? size : std::min(size, longest(sequences, tokens));
   };
   warn_of_other_polarity(
       op,
       mask.narrow(-2, 0, used(-2, &Sequence::queries)).narrow(-1, 0, used(-1, &Sequence::keys)));
   if (layout == Layout::TND && mask.dim() == 2) {
     // With a single sequence that has tokens the two forms are one.
-    mask_of_all_tokens =
-        mask.size(0) != longest(&Sequence::queries) || mask.size(1) != longest(&Sequence::keys);
+    mask_of_all_tokens = mask.size(0) != longest(sequences, &Sequence::queries) ||
+                         mask.size(1) != longest(sequences, &Sequence::keys);
   }
   if (mask.dim() == 3) {
     mask = mask.unsqueeze(1);

@@ -149,7 +149,6 @@ struct DenseAttention {
   void use_full_mask(const char* op, const at::Tensor& given);
   // Returns a mask whose axes of tokens, where they are 1, are those of all rows and keys.
   at::Tensor expanded(const at::Tensor& mask) const;
-  int64_t longest(int64_t Sequence::* tokens) const;
   // Finds the pages of every sequence, and checks the numbers of those that are read.
   void read_block_table(const at::Tensor& given);
 };

@@ -9,15 +9,6 @@
 
 namespace ascend_attn::cpu {
 
-// Returns the largest number of queries, or of keys, of any sequence.
-inline int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* count) {
-  int64_t result = 0;
-  for (const auto& sequence : sequences) {
-    result = std::max(result, sequence.*count);
-  }
-  return result;
-}
-
 template <typename Sequences>
 std::vector<int64_t> keys_of(const Sequences& sequences) {
   std::vector<int64_t> keys;
