@@ -4,7 +4,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <tuple>
+#include <type_traits>
+
 #include "core/error.h"
+#include "core/tensor_checks.h"
 
 namespace ascend_attn::aclnn {
 
@@ -26,6 +30,33 @@ Op call_of_statistics(const Op& op, const char* argument, const at::Tensor& d_ls
   call.out = at::zeros_like(op.out);
   call.out.select(-1, 0).copy_(of_rows.mul(-1 / kTiny));
   return call;
+}
+
+// Computes the gradients of out, if it has one, by `of_out`. Another launch computes those of
+// the statistics, of which the outputs `added` are added.
+template <size_t... added, typename Op>
+void add_gradients_of_statistics(bool has_out, const Op& of_out, const Op& of_statistics,
+                                 const typename Op::Outputs& outputs,
+                                 void (*compute)(const std::type_identity_t<Op>&,
+                                                 typename Op::Outputs&)) {
+  auto results = outputs;
+  if (!has_out) {
+    compute(of_statistics, results);
+    return;
+  }
+  compute(of_out, results);
+  const auto like = [](const at::Tensor& output) {
+    return output.defined() ? new_like(output) : output;
+  };
+  auto others = std::apply(
+      [&](const auto&... output) { return typename Op::Outputs{like(output)...}; }, outputs);
+  compute(of_statistics, others);
+  const auto add = [](const at::Tensor& output, const at::Tensor& other) {
+    if (output.defined()) {
+      output.add_(other);
+    }
+  };
+  (add(std::get<added>(outputs), std::get<added>(others)), ...);
 }
 
 }  // namespace ascend_attn::aclnn

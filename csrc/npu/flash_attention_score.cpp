@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "npu/aclnn/product.h"
+#include "npu/call_of_statistics.h"
 #include "npu/dense_lists.h"
 #include "npu/flash_attention_extended.h"
 #include "npu/kernel.h"
@@ -109,43 +110,27 @@ Op launched(const Op& op) {
   return call;
 }
 
-// Computes a padded batch as a pack. `results_of` returns the outputs of the pack's call, and
-// `store` writes them to those of the batch.
-template <auto compute, typename Op, typename ResultsOf, typename Store>
-void compute_padded(const Op& op, typename Op::Outputs& outputs, const ResultsOf& results_of,
-                    const Store& store) {
+// Computes a padded batch as a pack. `axes`: what each output has.
+template <auto compute, typename Op, size_t count>
+void compute_padded(const Op& op, typename Op::Outputs& outputs,
+                    const PaddedBatch::Axes (&axes)[count]) {
   const PaddedBatch batch(op);
   if (batch.complete()) {
     auto whole = op;
     whole.options.actual_seq_lengths_query.reset();
     whole.options.actual_seq_lengths_key.reset();
     compute(whole, outputs);
-    return;
+  } else if (batch.has_scores()) {
+    batch.compute(op, outputs, compute, axes);
+  } else {
+    fill_outputs(outputs, 0);
   }
-  if (!batch.has_scores()) {
-    std::apply([](const auto&... output) { (fill_output(output, 0), ...); }, outputs);
-    return;
-  }
-  typename Op::Outputs results = results_of(batch);
-  compute(batch.pack(op), results);
-  store(batch, results);
 }
 
 void flash_attention_score(const FlashAttentionScore& op, FlashAttentionScore::Outputs& outputs) {
-  const auto& [out, softmax_max, softmax_sum] = outputs;
+  using enum PaddedBatch::Axes;
   if (op.options.padded()) {
-    compute_padded<flash_attention_score>(
-        op, outputs,
-        [&](const PaddedBatch& batch) {
-          return FlashAttentionScore::Outputs{batch.of_queries(out),
-                                              batch.of_statistics(softmax_max),
-                                              batch.of_statistics(softmax_sum)};
-        },
-        [&](const PaddedBatch& batch, const FlashAttentionScore::Outputs& results) {
-          batch.store_queries(std::get<0>(results), out);
-          batch.store_statistics(std::get<1>(results), softmax_max);
-          batch.store_statistics(std::get<2>(results), softmax_sum);
-        });
+    compute_padded<flash_attention_score>(op, outputs, {queries, statistics, statistics});
     return;
   }
   attend(launched(op), outputs);
@@ -255,73 +240,24 @@ void differentiate_extended(const FlashAttentionScoreExtendedGrad& op,
 }
 
 void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
-                                         FlashAttentionScoreExtendedGrad::Outputs& outputs);
-
-// Computes the gradients of softmax_sum, and adds those of out, by another launch. Outputs that are
-// not wanted are undefined.
-void add_gradients_of_statistics(const FlashAttentionScoreExtendedGrad& op,
-                                 FlashAttentionScoreExtendedGrad::Outputs& outputs) {
-  constexpr size_t kValue = 2;
-  if (!op.dy) {
-    flash_attention_score_extended_grad(call_of_statistics(op), outputs);
-    fill_output(std::get<kValue>(outputs), 0);
-    return;
-  }
-  auto of_out = op;
-  of_out.d_softmax_sum.reset();
-  flash_attention_score_extended_grad(of_out, outputs);
-  const auto like = [](const at::Tensor& output) {
-    return output.defined() ? new_like(output) : output;
-  };
-  auto others = std::apply(
-      [&](const auto&... output) {
-        return FlashAttentionScoreExtendedGrad::Outputs{like(output)...};
-      },
-      outputs);
-  flash_attention_score_extended_grad(call_of_statistics(op), others);
-  const auto add = [&]<size_t index>(std::integral_constant<size_t, index>) {
-    if (const auto& output = std::get<index>(outputs); index != kValue && output.defined()) {
-      output.add_(std::get<index>(others));
-    }
-  };
-  [&]<size_t... index>(std::index_sequence<index...>) {
-    (add(std::integral_constant<size_t, index>()), ...);
-  }(std::make_index_sequence<std::tuple_size_v<FlashAttentionScoreExtendedGrad::Outputs>>());
-}
-
-void flash_attention_score_extended_grad(const FlashAttentionScoreExtendedGrad& op,
                                          FlashAttentionScoreExtendedGrad::Outputs& outputs) {
-  const auto& [dq, dk, dv, d_sink, dq_rope, dk_rope, d_pse] = outputs;
   check_implemented(!op.pse_grad, op.name, "pse_grad",
                     "expected False on an NPU, whose functions have no gradient of pse_shift, got "
                     "True");
   if (op.options.padded()) {
-    const bool ropes = op.extra.query_rope.has_value();
+    using enum PaddedBatch::Axes;
     compute_padded<flash_attention_score_extended_grad>(
-        op, outputs,
-        [&](const PaddedBatch& batch) {
-          return FlashAttentionScoreExtendedGrad::Outputs{
-              batch.of_queries(dq),
-              batch.of_keys(dk),
-              batch.of_keys(dv),
-              d_sink,
-              ropes ? batch.of_queries(dq_rope) : dq_rope,
-              ropes ? batch.of_keys(dk_rope) : dk_rope,
-              d_pse};
-        },
-        [&](const PaddedBatch& batch, const FlashAttentionScoreExtendedGrad::Outputs& results) {
-          batch.store_queries(std::get<0>(results), dq);
-          batch.store_keys(std::get<1>(results), dk);
-          batch.store_keys(std::get<2>(results), dv);
-          if (ropes) {
-            batch.store_queries(std::get<4>(results), dq_rope);
-            batch.store_keys(std::get<5>(results), dk_rope);
-          }
-        });
+        op, outputs, {queries, keys, keys, none, queries, keys, none});
     return;
   }
   if (op.d_softmax_sum) {
-    add_gradients_of_statistics(op, outputs);
+    auto of_out = op;
+    of_out.d_softmax_sum.reset();
+    add_gradients_of_statistics<0, 1, 3, 4, 5>(op.dy.has_value(), of_out, call_of_statistics(op),
+                                               outputs, flash_attention_score_extended_grad);
+    if (!op.dy) {
+      fill_output(std::get<2>(outputs), 0);
+    }
     return;
   }
   differentiate_extended(launched(op), outputs);

@@ -155,9 +155,13 @@ inline void fill_output(const at::Tensor& output, const at::Scalar& value) {
     output.fill_(value);
   }
 }
+template <typename... Outputs>
+void fill_outputs(const std::tuple<Outputs...>& outputs, const at::Scalar& value) {
+  std::apply([&](const auto&... output) { (fill_output(output, value), ...); }, outputs);
+}
 
-// The same for a value that is one byte, repeated. The launch itself fills small outputs, as in a
-// decoding step: a launch of their own would cost the host more than the call.
+// Fills one output with a byte, repeated. The launch itself fills small ones, as in a decoding
+// step: a launch of their own would cost the host more than the call.
 inline void add_fill(aclnn::Fills& fills, const at::Tensor& output, int8_t value) {
   // Above, a kernel is expected to write faster than a memset does.
   constexpr size_t kMostBytes = size_t{4} << 20;

@@ -102,25 +102,16 @@ void launch_compressed_padded(const LightningIndexer& op,
   const auto& [sparse_indices, sparse_values] = outputs;
   fill_output(sparse_indices, -1);
   fill_output(sparse_values, -kInfinity);
-  if (packing.empty()) {
-    return;
-  }
-  auto packed = op;
-  packed.query = packing.queries(op.query);
-  packed.key = packing.keys(op.key);
-  packed.weights = packing.queries(op.weights);
-  packed.actual_seq_lengths_query = packing.query_ends(op.query);
-  packed.actual_seq_lengths_key = packing.key_ends(op.query);
-  if (op.cmp_residual_key) {
-    packed.cmp_residual_key = packing.numbers(*op.cmp_residual_key);
-  }
-  packed.layout = LayoutArgument("TND");
-  const auto results = packed.check_and_allocate();
-  launch_compressed(packed, results, {});
-  packing.unpack_queries(std::get<0>(results), sparse_indices);
-  if (op.return_values) {
-    packing.unpack_queries(std::get<1>(results), sparse_values);
-  }
+  const auto pack = [&](LightningIndexer& call) {
+    packing.pack(kQueries, call.query, call.weights);
+    packing.pack(kKeys, call.key);
+    packing.pack_numbers(call.cmp_residual_key);
+    packing.pack_lengths(call, op.query);
+  };
+  const auto launch = [](const LightningIndexer& call, const LightningIndexer::Outputs& results) {
+    launch_compressed(call, results, {});
+  };
+  packing.launch(op, outputs, pack, launch, {kQueries, kQueries});
 }
 
 // Whether lengths that the host has say that no sequence of a pack has both queries and keys.

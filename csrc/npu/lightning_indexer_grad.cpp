@@ -131,16 +131,13 @@ void launch_runs(const LightningIndexerGrad& op, const LightningIndexerGrad::Out
 
 void lightning_indexer_grad(const LightningIndexerGrad& op,
                             LightningIndexerGrad::Outputs& outputs) {
-  const auto& [d_query, d_key, d_weights] = outputs;
   const bool packed = op.layout == Layout::TND;
   const int64_t sequences = packed ? op.actual_seq_lengths_query->numel() : op.query.size(0);
   const bool empty = sequences == 0 || op.query.numel() == 0 || op.key.numel() == 0;
   const bool padded = !packed && (op.actual_seq_lengths_query || op.actual_seq_lengths_key);
   if (packed || padded || empty) {
     // Rows of no sequence are not written.
-    for (const auto& output : {d_query, d_key, d_weights}) {
-      fill_output(output, 0);
-    }
+    fill_outputs(outputs, 0);
   }
   if (empty) {
     return;

@@ -11,36 +11,15 @@
 namespace ascend_attn::aclnn {
 namespace {
 
-// Copies spans of tokens between a padded tensor, seen as (B * S, ...), and a packed one.
+// Calls `copy` with the first token in a padded tensor, seen as (B * S, ...), the first one in a
+// packed one, and their number, for every sequence.
 template <typename Copy>
-void for_each_span(const std::vector<Sequence>& sequences, int64_t Sequence::* begin,
-                   int64_t Sequence::* count, const Copy& copy) {
+void for_each_span(const std::vector<Sequence>& sequences, TokensOf tokens, const Copy& copy) {
   int64_t packed = 0;
   for (const auto& sequence : sequences) {
-    copy(sequence.*begin, packed, sequence.*count);
-    packed += sequence.*count;
+    copy(tokens == kQueries ? sequence.query_begin : sequence.key_begin, packed, sequence.*tokens);
+    packed += sequence.*tokens;
   }
-}
-
-at::Tensor pack(const at::Tensor& padded, const std::vector<Sequence>& sequences, int64_t tokens,
-                int64_t Sequence::* begin, int64_t Sequence::* count) {
-  const auto from = padded.flatten(0, 1);
-  auto sizes = from.sizes().vec();
-  sizes[0] = tokens;
-  const auto to = at::empty(sizes, from.options());
-  for_each_span(sequences, begin, count, [&](int64_t source, int64_t target, int64_t length) {
-    to.narrow(0, target, length).copy_(from.narrow(0, source, length));
-  });
-  return to;
-}
-
-void unpack(const at::Tensor& packed, const at::Tensor& padded,
-            const std::vector<Sequence>& sequences, int64_t Sequence::* begin,
-            int64_t Sequence::* count) {
-  const auto to = padded.flatten(0, 1);
-  for_each_span(sequences, begin, count, [&](int64_t target, int64_t source, int64_t length) {
-    to.narrow(0, target, length).copy_(packed.narrow(0, source, length));
-  });
 }
 
 }  // namespace
@@ -77,30 +56,45 @@ Packing::Packing(const std::vector<Sequence>& sequences, const at::Tensor& query
   }
 }
 
-at::Tensor Packing::queries(const at::Tensor& padded) const {
-  return pack(padded, sequences_, query_ends_.back(), &Sequence::query_begin, &Sequence::queries);
+at::Tensor Packing::packed(TokensOf tokens, const at::Tensor& padded) const {
+  const auto from = padded.flatten(0, 1);
+  auto sizes = from.sizes().vec();
+  sizes[0] = (tokens == kQueries ? query_ends_ : key_ends_).back();
+  const auto to = at::empty(sizes, from.options());
+  for_each_span(sequences_, tokens, [&](int64_t source, int64_t target, int64_t length) {
+    to.narrow(0, target, length).copy_(from.narrow(0, source, length));
+  });
+  return to;
 }
-at::Tensor Packing::keys(const at::Tensor& padded) const {
-  return pack(padded, sequences_, key_ends_.back(), &Sequence::key_begin, &Sequence::keys);
+
+void Packing::unpack(TokensOf tokens, const at::Tensor& packed, const at::Tensor& padded) const {
+  if (tokens == nullptr) {
+    padded.copy_(packed);
+  } else if (padded.numel() != 0) {
+    const auto to = padded.flatten(0, 1);
+    for_each_span(sequences_, tokens, [&](int64_t target, int64_t source, int64_t length) {
+      const auto rows = to.narrow(0, target, length);
+      rows.copy_(packed.narrow(0, source, length).view(rows.sizes()));
+    });
+  }
 }
-at::Tensor Packing::numbers(const at::Tensor& of_batches) const {
+
+void Packing::pack_statistics(at::Tensor& max, at::Tensor& sum) const {
+  for (auto* statistics : {&max, &sum}) {
+    *statistics = packed(kQueries, statistics->squeeze(1)).unsqueeze(0);
+  }
+}
+void Packing::pack_numbers(std::optional<at::Tensor>& of_batches) const {
   std::vector<int64_t> batches;
   for (const auto& sequence : sequences_) {
     batches.push_back(sequence.batch);
   }
-  return of_batches.index_select(0, to_device(at::tensor(batches), of_batches));
+  replace(of_batches, [&](const at::Tensor& numbers) {
+    return numbers.index_select(0, to_device(at::tensor(batches), numbers));
+  });
 }
-at::Tensor Packing::query_ends(const at::Tensor& like) const {
-  return to_device(at::tensor(query_ends_, at::kInt), like);
+void Packing::set_lengths(DeviceLengths& lengths, const std::vector<int32_t>& ends,
+                          const at::Tensor& query) {
+  lengths = to_device(at::tensor(ends, at::kInt), query);
 }
-at::Tensor Packing::key_ends(const at::Tensor& like) const {
-  return to_device(at::tensor(key_ends_, at::kInt), like);
-}
-void Packing::unpack_queries(const at::Tensor& packed, const at::Tensor& to) const {
-  unpack(packed, to, sequences_, &Sequence::query_begin, &Sequence::queries);
-}
-void Packing::unpack_keys(const at::Tensor& packed, const at::Tensor& to) const {
-  unpack(packed, to, sequences_, &Sequence::key_begin, &Sequence::keys);
-}
-
 }  // namespace ascend_attn::aclnn

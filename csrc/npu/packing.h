@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/layout.h"
@@ -20,6 +22,11 @@ std::vector<Sequence> sequences_on_host(const char* op, Layout layout, const at:
                                         const at::Tensor& key, const Lengths& query_lengths,
                                         const Lengths& key_lengths);
 
+// The tokens of a tensor's first axes: of the queries, or of the keys.
+using TokensOf = int64_t Sequence::*;
+inline constexpr TokensOf kQueries = &Sequence::queries;
+inline constexpr TokensOf kKeys = &Sequence::keys;
+
 class Packing {
  public:
   // Sequences of a call in BSND, whose query and key have these tokens per batch. Sequences
@@ -29,24 +36,61 @@ class Packing {
 
   // Whether there is no padding: the call is one without lengths.
   bool complete() const { return complete_; }
-  bool empty() const { return sequences_.empty(); }
 
-  // (B, S1, ...) to (T1, ...), and (B, S2, ...) to (T2, ...).
-  at::Tensor queries(const at::Tensor& padded) const;
-  at::Tensor keys(const at::Tensor& padded) const;
-  // (B,), a number of each batch, without those of sequences that are dropped.
-  at::Tensor numbers(const at::Tensor& of_batches) const;
-  // The way back, into a dense tensor that is zero.
-  void unpack_queries(const at::Tensor& packed, const at::Tensor& to) const;
-  void unpack_keys(const at::Tensor& packed, const at::Tensor& to) const;
+  // Replace tensors of a call, those that are given: (B, S, ...) by (T, ...), statistics (B, 1, S1,
+  // ...) by (1, T1, ...), and numbers of each batch by those of the sequences that are not dropped.
+  template <typename... Tensors>
+  void pack(TokensOf tokens, Tensors&... tensors) const {
+    (replace(tensors, [&](const at::Tensor& padded) { return packed(tokens, padded); }), ...);
+  }
+  void pack_statistics(at::Tensor& max, at::Tensor& sum) const;
+  void pack_numbers(std::optional<at::Tensor>& of_batches) const;
+  // Sets the layout, and the cumulative lengths, of a call or of its options.
+  template <typename Options>
+  void pack_lengths(Options& options, const at::Tensor& query) const {
+    options.layout = LayoutArgument("TND");
+    set_lengths(options.actual_seq_lengths_query, query_ends_, query);
+    set_lengths(options.actual_seq_lengths_key, key_ends_, query);
+  }
 
-  // The cumulative lengths, and as tensors on the device of `like`.
-  const std::vector<int32_t>& query_ends() const { return query_ends_; }
-  const std::vector<int32_t>& key_ends() const { return key_ends_; }
-  at::Tensor query_ends(const at::Tensor& like) const;
-  at::Tensor key_ends(const at::Tensor& like) const;
+  // Launches the call that `pack` makes of a copy, unless no sequence is left, and writes its
+  // results into `outputs`, whose other rows the caller has filled. `axes`: the tokens of each
+  // output, or null if it has none.
+  template <typename Op, typename Pack, size_t count>
+  void launch(const Op& op, const typename Op::Outputs& outputs, const Pack& pack,
+              void (*launch)(const std::type_identity_t<Op>&, const typename Op::Outputs&),
+              const TokensOf (&axes)[count]) const {
+    if (sequences_.empty()) {
+      return;
+    }
+    auto packed = op;
+    pack(packed);
+    const auto results = packed.check_and_allocate();
+    launch(packed, results);
+    [&]<size_t... i>(std::index_sequence<i...>) {
+      (unpack(axes[i], std::get<i>(results), std::get<i>(outputs)), ...);
+    }(std::make_index_sequence<count>());
+  }
 
  private:
+  at::Tensor packed(TokensOf tokens, const at::Tensor& padded) const;
+  void unpack(TokensOf tokens, const at::Tensor& packed, const at::Tensor& padded) const;
+  template <typename Pack>
+  static void replace(at::Tensor& tensor, const Pack& pack) {
+    tensor = pack(tensor);
+  }
+  template <typename Pack>
+  static void replace(std::optional<at::Tensor>& tensor, const Pack& pack) {
+    if (tensor) {
+      tensor = pack(*tensor);
+    }
+  }
+  static void set_lengths(Lengths& lengths, const std::vector<int32_t>& ends, const at::Tensor&) {
+    lengths = std::vector<int64_t>(ends.begin(), ends.end());
+  }
+  static void set_lengths(DeviceLengths& lengths, const std::vector<int32_t>& ends,
+                          const at::Tensor& query);
+
   std::vector<Sequence> sequences_;
   std::vector<int32_t> query_ends_, key_ends_;
   bool complete_ = true;

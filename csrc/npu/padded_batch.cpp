@@ -20,14 +20,6 @@ namespace {
 
 constexpr int64_t kBitsPerByte = 8;
 
-int64_t longest(const std::vector<Sequence>& sequences, int64_t Sequence::* tokens) {
-  int64_t most = 0;
-  for (const auto& sequence : sequences) {
-    most = std::max(most, sequence.*tokens);
-  }
-  return most;
-}
-
 }  // namespace
 
 PaddedBatch::PaddedBatch(const char* op, const at::Tensor& query, const at::Tensor& key,
@@ -70,15 +62,14 @@ bool PaddedBatch::may_have_gaps(const FlashAttentionOptions& options) const {
          sequences_.size() * kSequencesPerBatch <= static_cast<size_t>(kMostSequences);
 }
 
-at::Tensor PaddedBatch::as_bsnd(const at::Tensor& tensor, int64_t heads) const {
-  return as_bnsd(tensor, layout_, heads).transpose(1, 2);
+at::Tensor PaddedBatch::as_bsnd(TokensOf tokens, const at::Tensor& tensor) const {
+  return as_bnsd(tensor, layout_, tokens == kQueries ? query_heads_ : key_heads_).transpose(1, 2);
 }
 
-at::Tensor PaddedBatch::packed(const at::Tensor& padded, int64_t heads,
-                               int64_t Sequence::* tokens) const {
-  const auto batches = as_bsnd(padded, heads);
+at::Tensor PaddedBatch::rows(TokensOf tokens, const at::Tensor& padded) const {
+  const auto batches = as_bsnd(tokens, padded);
   if (gaps_) {
-    return batches.reshape({-1, heads, batches.size(-1)});
+    return batches.reshape({-1, batches.size(2), batches.size(3)});
   }
   std::vector<at::Tensor> parts;
   for (const auto& sequence : sequences_) {
@@ -87,9 +78,9 @@ at::Tensor PaddedBatch::packed(const at::Tensor& padded, int64_t heads,
   return at::cat(parts);
 }
 
-void PaddedBatch::store(const at::Tensor& packed, const at::Tensor& to, int64_t heads,
-                        int64_t Sequence::* tokens) const {
-  const auto batches = as_bsnd(to, heads);
+void PaddedBatch::store_rows(TokensOf tokens, const at::Tensor& packed,
+                             const at::Tensor& to) const {
+  const auto batches = as_bsnd(tokens, to);
   int64_t begin = 0;
   for (const auto& sequence : sequences_) {
     const int64_t count = sequence.*tokens;
@@ -106,31 +97,47 @@ void PaddedBatch::store(const at::Tensor& packed, const at::Tensor& to, int64_t 
 
 bool PaddedBatch::has_scores() const { return !std::ranges::all_of(sequences_, &Sequence::empty); }
 
-int64_t PaddedBatch::tokens_of_pack(int64_t Sequence::* tokens) const {
+int64_t PaddedBatch::tokens_of_pack(TokensOf tokens) const {
   int64_t sum = 0;
   for (const auto& sequence : sequences_) {
-    sum += gaps_ ? (tokens == &Sequence::queries ? query_room_ : key_room_) : sequence.*tokens;
+    sum += gaps_ ? (tokens == kQueries ? query_room_ : key_room_) : sequence.*tokens;
   }
   return sum;
 }
 
-at::Tensor PaddedBatch::target(const at::Tensor& padded, int64_t heads,
-                               int64_t Sequence::* tokens) const {
-  const auto batches = as_bsnd(padded, heads);
-  const auto sizes = {tokens_of_pack(tokens), heads, batches.size(-1)};
+namespace {
+
+TokensOf tokens_of(PaddedBatch::Axes axes) {
+  return axes == PaddedBatch::Axes::keys ? kKeys : kQueries;
+}
+
+// Whether an output has rows. Gradients of ropes that a call lacks have none.
+bool has_rows(const at::Tensor& output, PaddedBatch::Axes axes) {
+  return axes != PaddedBatch::Axes::none && output.defined() && output.dim() > 1;
+}
+
+}  // namespace
+
+at::Tensor PaddedBatch::target(const at::Tensor& padded, Axes axes) const {
+  if (!has_rows(padded, axes)) {
+    return padded;
+  }
+  const auto count = tokens_of_pack(tokens_of(axes));
+  if (axes == Axes::statistics) {
+    return at::empty({count, query_heads_, kStatisticsLanes}, padded.options());
+  }
+  const auto batches = as_bsnd(tokens_of(axes), padded);
+  const auto sizes = {count, batches.size(2), batches.size(3)};
   return gaps_ ? batches.view(sizes) : at::empty(sizes, padded.options());
 }
 
-at::Tensor PaddedBatch::of_statistics(const at::Tensor& padded) const {
-  return at::empty({tokens_of_pack(&Sequence::queries), query_heads_, kStatisticsLanes},
-                   padded.options());
-}
-
-void PaddedBatch::store_queries(const at::Tensor& packed, const at::Tensor& to) const {
-  store(packed, to, query_heads_, &Sequence::queries);
-}
-void PaddedBatch::store_keys(const at::Tensor& packed, const at::Tensor& to) const {
-  store(packed, to, key_heads_, &Sequence::keys);
+void PaddedBatch::store(const at::Tensor& packed, const at::Tensor& to, Axes axes) const {
+  if (!has_rows(to, axes)) {
+  } else if (axes == Axes::statistics) {
+    store_statistics(packed, to);
+  } else {
+    store_rows(tokens_of(axes), packed, to);
+  }
 }
 
 // In a pack, statistics are (N, Sq, 8) of one sequence after another.

@@ -6,9 +6,12 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/sequence_lengths.h"
+#include "npu/packing.h"
 #include "ops/flash_attention_score.h"
 
 namespace ascend_attn::aclnn {
@@ -25,14 +28,14 @@ class PaddedBatch {
   Op pack(const Op& op) const {
     auto packed = op;
     packed.options = options(op.options);
-    packed.query = queries(op.query);
-    packed.key = keys(op.key);
-    packed.value = keys(op.value);
+    packed.query = rows(kQueries, op.query);
+    packed.key = rows(kKeys, op.key);
+    packed.value = rows(kKeys, op.value);
     if constexpr (requires { op.dy; }) {
       if (op.dy) {
-        packed.dy = queries(*op.dy);
+        packed.dy = rows(kQueries, *op.dy);
       }
-      packed.attention_in = queries(op.attention_in);
+      packed.attention_in = rows(kQueries, op.attention_in);
       packed.softmax_max = statistics(op.softmax_max);
       packed.softmax_sum = statistics(op.softmax_sum);
       if (op.d_softmax_sum) {
@@ -41,8 +44,8 @@ class PaddedBatch {
     }
     if constexpr (requires { op.extra; }) {
       if (op.extra.query_rope) {
-        packed.extra.query_rope = queries(*op.extra.query_rope);
-        packed.extra.key_rope = keys(*op.extra.key_rope);
+        packed.extra.query_rope = rows(kQueries, *op.extra.query_rope);
+        packed.extra.key_rope = rows(kKeys, *op.extra.key_rope);
       }
     }
     return packed;
@@ -50,18 +53,18 @@ class PaddedBatch {
 
   // Whether a sequence has both queries and keys. Without one, all results are zero.
   bool has_scores() const;
-  // Return what the pack's call writes, where `padded` is the output of the padded one.
-  at::Tensor of_queries(const at::Tensor& padded) const {
-    return target(padded, query_heads_, &Sequence::queries);
+  // An output has rows of queries or of keys, or statistics, or neither.
+  enum class Axes { queries, keys, statistics, none };
+  // Computes the pack's call, and writes its results, and zeros for the padding, to `outputs`.
+  template <typename Op, typename Compute, size_t count>
+  void compute(const Op& op, const typename Op::Outputs& outputs, const Compute& compute,
+               const Axes (&axes)[count]) const {
+    [&]<size_t... i>(std::index_sequence<i...>) {
+      typename Op::Outputs results{target(std::get<i>(outputs), axes[i])...};
+      compute(pack(op), results);
+      (store(std::get<i>(results), std::get<i>(outputs), axes[i]), ...);
+    }(std::make_index_sequence<count>());
   }
-  at::Tensor of_keys(const at::Tensor& padded) const {
-    return target(padded, key_heads_, &Sequence::keys);
-  }
-  at::Tensor of_statistics(const at::Tensor& padded) const;
-  // Write what the pack's call has computed, and zeros for the padding.
-  void store_queries(const at::Tensor& packed, const at::Tensor& to) const;
-  void store_keys(const at::Tensor& packed, const at::Tensor& to) const;
-  void store_statistics(const at::Tensor& packed, const at::Tensor& to) const;
 
  private:
   PaddedBatch(const char* op, const at::Tensor& query, const at::Tensor& key,
@@ -69,20 +72,16 @@ class PaddedBatch {
 
   bool may_have_gaps(const FlashAttentionOptions& options) const;
   FlashAttentionOptions options(const FlashAttentionOptions& given) const;
-  at::Tensor queries(const at::Tensor& padded) const {
-    return packed(padded, query_heads_, &Sequence::queries);
-  }
-  at::Tensor keys(const at::Tensor& padded) const {
-    return packed(padded, key_heads_, &Sequence::keys);
-  }
+  at::Tensor rows(TokensOf tokens, const at::Tensor& padded) const;
   at::Tensor statistics(const at::Tensor& padded) const;
-  at::Tensor packed(const at::Tensor& padded, int64_t heads, int64_t Sequence::* tokens) const;
-  at::Tensor target(const at::Tensor& padded, int64_t heads, int64_t Sequence::* tokens) const;
-  int64_t tokens_of_pack(int64_t Sequence::* tokens) const;
-  void store(const at::Tensor& packed, const at::Tensor& to, int64_t heads,
-             int64_t Sequence::* tokens) const;
+  // Returns what the pack's call writes, where `padded` is the output of the padded one.
+  at::Tensor target(const at::Tensor& padded, Axes axes) const;
+  int64_t tokens_of_pack(TokensOf tokens) const;
+  void store(const at::Tensor& packed, const at::Tensor& to, Axes axes) const;
+  void store_rows(TokensOf tokens, const at::Tensor& packed, const at::Tensor& to) const;
+  void store_statistics(const at::Tensor& packed, const at::Tensor& to) const;
   // Views a tensor as (B, S, N, D).
-  at::Tensor as_bsnd(const at::Tensor& tensor, int64_t heads) const;
+  at::Tensor as_bsnd(TokensOf tokens, const at::Tensor& tensor) const;
   std::optional<at::Tensor> mask(const FlashAttentionOptions& given) const;
   std::optional<at::Tensor> bias(const FlashAttentionOptions& given) const;
   std::optional<at::Tensor> drop_mask(const FlashAttentionOptions& given) const;

@@ -222,9 +222,7 @@ void attend_to_gathered_keys(const SparseFlashAttention& op,
   const int64_t keys = table.numel() * op.key.size(1);
   const int64_t selected = op.sparse_indices.numel() * op.options.sparse_block_size;
   if (softmax_max.numel() == 0 || selected == 0 || keys == 0 || op.key.size(0) == 0) {
-    fill_output(out, 0);
-    fill_output(softmax_max, 0);
-    fill_output(softmax_sum, 0);
+    fill_outputs(outputs, 0);
     return;
   }
   if (keys >= selected || keys > kMostBytes / bytes_of_key(op)) {

@@ -94,79 +94,43 @@ void launch_padded_grad(const SparseFlashAttentionGrad& op,
       sequences_on_host(op.name, Layout::BSND, op.query, op.key, options.actual_seq_lengths_query,
                         options.actual_seq_lengths_key),
       op.query, op.key);
-  auto packed = op;
   if (packing.complete()) {
-    packed.options.actual_seq_lengths_query.reset();
-    packed.options.actual_seq_lengths_key.reset();
-    launch_grad(packed, outputs);
+    auto whole = op;
+    whole.options.actual_seq_lengths_query.reset();
+    whole.options.actual_seq_lengths_key.reset();
+    launch_grad(whole, outputs);
     return;
   }
-  const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
-  for (const auto& output : {d_query, d_key, d_value, d_query_rope, d_key_rope}) {
-    fill_output(output, 0);
-  }
-  if (packing.empty()) {
-    return;
-  }
-  const auto queries = [&](const at::Tensor& tensor) { return packing.queries(tensor); };
-  const auto statistics = [&](const at::Tensor& tensor) {
-    return packing.queries(tensor.squeeze(1)).unsqueeze(0);
+  fill_outputs(outputs, 0);
+  const auto pack = [&](SparseFlashAttentionGrad& call) {
+    call.sparse_indices = with_head_axis(op.sparse_indices, op.query);
+    packing.pack(kQueries, call.query, call.sparse_indices, call.d_out, call.out,
+                 call.options.query_rope);
+    packing.pack(kKeys, call.key, call.options.key_rope);
+    // The device wants the value to be the key.
+    if (same_elements(op.value, op.key)) {
+      call.value = call.key;
+    } else {
+      packing.pack(kKeys, call.value);
+    }
+    packing.pack_statistics(call.softmax_max, call.softmax_sum);
+    packing.pack_lengths(call.options, op.query);
   };
-  packed.query = queries(op.query);
-  packed.key = packing.keys(op.key);
-  packed.value = same_elements(op.value, op.key) ? packed.key : packing.keys(op.value);
-  packed.sparse_indices = queries(with_head_axis(op.sparse_indices, op.query));
-  packed.d_out = queries(*op.d_out);
-  packed.out = queries(op.out);
-  packed.softmax_max = statistics(op.softmax_max);
-  packed.softmax_sum = statistics(op.softmax_sum);
-  if (options.query_rope) {
-    packed.options.query_rope = queries(*options.query_rope);
-    packed.options.key_rope = packing.keys(*options.key_rope);
-  }
-  packed.options.actual_seq_lengths_query = to_device(at::tensor(packing.query_ends()), op.query);
-  packed.options.actual_seq_lengths_key = to_device(at::tensor(packing.key_ends()), op.query);
-  packed.options.layout = LayoutArgument("TND");
-  const auto gradients = packed.check_and_allocate();
-  launch_grad(packed, gradients);
-  packing.unpack_queries(std::get<0>(gradients), d_query);
-  packing.unpack_keys(std::get<1>(gradients), d_key);
-  packing.unpack_keys(std::get<2>(gradients), d_value);
-  if (options.query_rope) {
-    packing.unpack_queries(std::get<3>(gradients), d_query_rope);
-    packing.unpack_keys(std::get<4>(gradients), d_key_rope);
-  }
-}
-
-void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
-                                 SparseFlashAttentionGrad::Outputs& outputs);
-
-// Computes the gradients of softmax_sum, and adds those of out, by another launch.
-void add_gradients_of_statistics(const SparseFlashAttentionGrad& op,
-                                 SparseFlashAttentionGrad::Outputs& outputs) {
-  auto of_out = op;
-  of_out.d_softmax_sum.reset();
-  const auto d_lse = op.d_softmax_sum->mul(op.softmax_sum);
-  const auto of_statistics = call_of_statistics(of_out, "d_softmax_sum", d_lse);
-  const auto& [d_query, d_key, d_value, d_query_rope, d_key_rope] = outputs;
-  if (!op.d_out) {
-    sparse_flash_attention_grad(of_statistics, outputs);
-    fill_output(d_value, 0);
-    return;
-  }
-  sparse_flash_attention_grad(of_out, outputs);
-  auto others = of_statistics.check_and_allocate();
-  sparse_flash_attention_grad(of_statistics, others);
-  d_query.add_(std::get<0>(others));
-  d_key.add_(std::get<1>(others));
-  d_query_rope.add_(std::get<3>(others));
-  d_key_rope.add_(std::get<4>(others));
+  packing.launch(op, outputs, pack, launch_grad, {kQueries, kKeys, kKeys, kQueries, kKeys});
 }
 
 void sparse_flash_attention_grad(const SparseFlashAttentionGrad& op,
                                  SparseFlashAttentionGrad::Outputs& outputs) {
   if (op.d_softmax_sum) {
-    add_gradients_of_statistics(op, outputs);
+    auto of_out = op;
+    of_out.d_softmax_sum.reset();
+    const auto d_lse = op.d_softmax_sum->mul(op.softmax_sum);
+    add_gradients_of_statistics<0, 1, 3, 4>(op.d_out.has_value(), of_out,
+                                            call_of_statistics(of_out, "d_softmax_sum", d_lse),
+                                            outputs, sparse_flash_attention_grad);
+    if (!op.d_out) {
+      fill_output(std::get<2>(outputs), 0);
+    }
     return;
   }
   const bool has_lengths = op.options.actual_seq_lengths_query || op.options.actual_seq_lengths_key;

@@ -188,7 +188,7 @@ ContextDeterminism determinism_of_gradient(const SparseMlaOptions& options) {
   return deterministic_if(options.deterministic);
 }
 
-void launch_grad(const SparseFlashMlaGrad& op, const SparseFlashMlaGrad::Outputs& outputs) {
+void launch_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Outputs& outputs) {
   const MlaCall call(op, SparseMlaPages{});
   const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
   const auto& o = op.options;
@@ -224,20 +224,11 @@ void sparse_flash_mla_grad(const SparseFlashMlaGrad& op, SparseFlashMlaGrad::Out
     launch_grad(op, outputs);
     return;
   }
-  const auto of_lse = call_of_statistics(op, "d_softmax_lse", *op.d_softmax_lse);
-  const auto& [d_query, d_ori_kv, d_cmp_kv, d_sink, cmp_softmax_l1_norm] = outputs;
-  if (op.d_out) {
-    launch_grad(op, outputs);
-    const auto others = of_lse.check_and_allocate();
-    launch_grad(of_lse, others);
-    d_query.add_(std::get<0>(others));
-    d_ori_kv.add_(std::get<1>(others));
-    d_cmp_kv.add_(std::get<2>(others));
-  } else {
-    launch_grad(of_lse, outputs);
-  }
+  add_gradients_of_statistics<0, 1, 2>(op.d_out.has_value(), op,
+                                       call_of_statistics(op, "d_softmax_lse", *op.d_softmax_lse),
+                                       outputs, launch_grad);
   if (op.options.sink) {
-    add_sink_of_lse(op, d_sink);
+    add_sink_of_lse(op, std::get<3>(outputs));
   }
 }
 

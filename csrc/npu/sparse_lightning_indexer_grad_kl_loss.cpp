@@ -62,47 +62,23 @@ std::vector<Sequence> sequences_of(const SparseLightningIndexerGradKLLoss& op) {
 void launch_padded(const SparseLightningIndexerGradKLLoss& op,
                    const SparseLightningIndexerGradKLLoss::Outputs& outputs) {
   const Packing packing(sequences_of(op), op.query, op.key);
-  auto packed = op;
   if (packing.complete()) {
-    packed.actual_seq_lengths_query.reset();
-    packed.actual_seq_lengths_key.reset();
-    launch_loss(packed, outputs);
+    auto whole = op;
+    whole.actual_seq_lengths_query.reset();
+    whole.actual_seq_lengths_key.reset();
+    launch_loss(whole, outputs);
     return;
   }
-  const auto& [d_query_index, d_key_index, d_weights, loss] = outputs;
-  for (const auto& output : {d_query_index, d_key_index, d_weights, loss}) {
-    fill_output(output, 0);
-  }
-  if (packing.empty()) {
-    return;
-  }
-  const auto statistics = [&](const at::Tensor& tensor) {
-    return packing.queries(tensor.squeeze(1)).unsqueeze(0);
+  fill_outputs(outputs, 0);
+  const auto pack = [&](SparseLightningIndexerGradKLLoss& call) {
+    call.sparse_indices = with_head_axis(op.sparse_indices, op.query);
+    packing.pack(kQueries, call.query, call.query_index, call.weights, call.sparse_indices,
+                 call.query_rope);
+    packing.pack(kKeys, call.key, call.key_index, call.key_rope);
+    packing.pack_statistics(call.softmax_max, call.softmax_sum);
+    packing.pack_lengths(call, op.query);
   };
-  const auto ends = [](const std::vector<int32_t>& values) {
-    return std::vector<int64_t>(values.begin(), values.end());
-  };
-  packed.query = packing.queries(op.query);
-  packed.key = packing.keys(op.key);
-  packed.query_index = packing.queries(op.query_index);
-  packed.key_index = packing.keys(op.key_index);
-  packed.weights = packing.queries(op.weights);
-  packed.sparse_indices = packing.queries(with_head_axis(op.sparse_indices, op.query));
-  packed.softmax_max = statistics(op.softmax_max);
-  packed.softmax_sum = statistics(op.softmax_sum);
-  if (op.query_rope) {
-    packed.query_rope = packing.queries(*op.query_rope);
-    packed.key_rope = packing.keys(*op.key_rope);
-  }
-  packed.actual_seq_lengths_query = ends(packing.query_ends());
-  packed.actual_seq_lengths_key = ends(packing.key_ends());
-  packed.layout = LayoutArgument("TND");
-  const auto results = packed.check_and_allocate();
-  launch_loss(packed, results);
-  packing.unpack_queries(std::get<0>(results), d_query_index);
-  packing.unpack_keys(std::get<1>(results), d_key_index);
-  packing.unpack_queries(std::get<2>(results), d_weights);
-  loss.copy_(std::get<3>(results));
+  packing.launch(op, outputs, pack, launch_loss, {kQueries, kKeys, kQueries, nullptr});
 }
 
 void launch_unweighted(const SparseLightningIndexerGradKLLoss& op,

@@ -56,43 +56,23 @@ void launch(const SparseLightningIndexerKLLossGrad& op,
       with_head_axis(softmax_out, op.query_index));
 }
 
-void fill_all(const SparseLightningIndexerKLLossGrad::Outputs& outputs) {
-  const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
-  for (const auto& output : {d_query_index, d_key_index, d_weights, softmax_out}) {
-    fill_output(output, 0);
-  }
-}
-
 // The kernel reads no lengths of a padded batch.
 void launch_padded(const SparseLightningIndexerKLLossGrad& op,
                    const SparseLightningIndexerKLLossGrad::Outputs& outputs) {
   const Packing packing(sequences_on_host(op.name, op.layout.value(), op.query_index, op.key_index,
                                           op.actual_seq_lengths_query, op.actual_seq_lengths_key),
                         op.query_index, op.key_index);
-  fill_all(outputs);
-  if (packing.empty()) {
-    return;
-  }
-  auto packed = op;
-  packed.query_index = packing.queries(op.query_index);
-  packed.key_index = packing.keys(op.key_index);
-  packed.weights = packing.queries(op.weights);
-  packed.sparse_indices = packing.queries(with_head_axis(op.sparse_indices, op.query_index));
-  packed.attn_softmax_l1_norm =
-      packing.queries(with_head_axis(op.attn_softmax_l1_norm, op.query_index));
-  packed.actual_seq_lengths_query = packing.query_ends(op.query_index);
-  packed.actual_seq_lengths_key = packing.key_ends(op.query_index);
-  if (op.cmp_residual_key) {
-    packed.cmp_residual_key = packing.numbers(*op.cmp_residual_key);
-  }
-  packed.layout = LayoutArgument("TND");
-  const auto results = packed.check_and_allocate();
-  launch(packed, results);
-  const auto& [d_query_index, d_key_index, d_weights, softmax_out] = outputs;
-  packing.unpack_queries(std::get<0>(results), d_query_index);
-  packing.unpack_keys(std::get<1>(results), d_key_index);
-  packing.unpack_queries(std::get<2>(results), d_weights);
-  packing.unpack_queries(std::get<3>(results), with_head_axis(softmax_out, op.query_index));
+  fill_outputs(outputs, 0);
+  const auto pack = [&](SparseLightningIndexerKLLossGrad& call) {
+    call.sparse_indices = with_head_axis(op.sparse_indices, op.query_index);
+    call.attn_softmax_l1_norm = with_head_axis(op.attn_softmax_l1_norm, op.query_index);
+    packing.pack(kQueries, call.query_index, call.weights, call.sparse_indices,
+                 call.attn_softmax_l1_norm);
+    packing.pack(kKeys, call.key_index);
+    packing.pack_numbers(call.cmp_residual_key);
+    packing.pack_lengths(call, op.query_index);
+  };
+  packing.launch(op, outputs, pack, launch, {kQueries, kKeys, kQueries, kQueries});
 }
 
 void sparse_lightning_indexer_kl_loss_grad(const SparseLightningIndexerKLLossGrad& op,
@@ -101,7 +81,7 @@ void sparse_lightning_indexer_kl_loss_grad(const SparseLightningIndexerKLLossGra
       op.query_index.size(0) != 0 && op.query_index.size(-3) != 0 && op.key_index.size(-3) != 0;
   const bool has_lengths = op.actual_seq_lengths_query || op.actual_seq_lengths_key;
   if (!launched) {
-    fill_all(outputs);
+    fill_outputs(outputs, 0);
   } else if (has_lengths && op.layout == Layout::BSND) {
     launch_padded(op, outputs);
   } else {
