@@ -1,7 +1,6 @@
-// The two phases of every aclnn function, and the controls that tests use.
+// The two phases of every aclnn function.
 #include "opapi/core/opapi.h"
 
-#include <ATen/DLConvertor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/tensor.h>
@@ -10,79 +9,18 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include "ascendcl/operators.h"
 #include "ascendcl/report.h"
 #include "ascendcl/runtime.h"
 #include "ascendcl/stream_order.h"
+#include "opapi/core/control.h"
 
 namespace cann_sim {
 namespace {
 
 constexpr uint64_t kMoreThanThereIs = uint64_t{1} << 40;
-
-struct Fault {
-  std::string function;  // "" is every function
-  // 0: the first phase asks for too much workspace; 3: the kernel fails, which a wait reports; -1:
-  // a maker of handles gives none.
-  int phase;
-  int status;
-  std::string message;
-  int remaining;
-  int before;  // that many calls are as usual
-};
-
-// Changes that a test makes: to numbers before a kernel runs, and to tensors behind it.
-struct Alteration {
-  double (*number)(const char* function, const char* argument, double value) = nullptr;
-  void (*tensor)(const char* function, const char* argument, DLManagedTensor*) = nullptr;
-};
-
-// State that tests set and read.
-struct Control {
-  std::mutex mutex;
-  std::vector<Fault> faults;
-  std::vector<Json> log;
-  std::atomic<bool> logging{false};
-  std::atomic<bool> faulty{false};
-  std::atomic<bool> computing{true};
-  Alteration alteration;
-  std::atomic<void (*)(const char* function)> in_first_phase{nullptr};
-};
-
-Control& control() {
-  static auto* instance = new Control;
-  return *instance;
-}
-
-// Appends to the log what `entry` makes, while a test listens.
-template <typename Entry>
-void log(Entry entry) {
-  if (control().logging) {
-    const std::lock_guard lock(control().mutex);
-    control().log.push_back(entry());
-  }
-}
-
-// The fault that a test planted for this call, counted down.
-std::unique_ptr<Fault> take_fault(std::string_view function, int phase) {
-  if (!control().faulty) {
-    return nullptr;
-  }
-  const std::lock_guard lock(control().mutex);
-  for (auto& fault : control().faults) {
-    if (fault.remaining > 0 && fault.phase == phase &&
-        (fault.function.empty() || fault.function == function) && fault.before-- <= 0) {
-      --fault.remaining;
-      return std::make_unique<Fault>(fault);
-    }
-  }
-  return nullptr;
-}
 
 int failure(int status, std::string message) {
   set_error_message(std::move(message));
@@ -243,50 +181,17 @@ void compute(const Function& function, std::vector<Value> values, const Launch& 
   }
 }
 
-void alter_numbers(const Function& function, std::vector<Value>& values, const Alteration& by) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    const auto alter = [&, name = std::string(function.arguments[i].name)](auto& x) {
-      x = static_cast<std::decay_t<decltype(x)>>(
-          by.number(function.name.data(), name.c_str(), static_cast<double>(x)));
-    };
-    if (auto* number = std::get_if<double>(&values[i])) {
-      alter(*number);
-    } else if (auto* integer = std::get_if<int64_t>(&values[i])) {
-      alter(*integer);
-    } else if (auto* integers = std::get_if<std::vector<int64_t>>(&values[i])) {
-      std::ranges::for_each(*integers, alter);
-    }
-  }
-}
-
-void alter_tensors(const Function& function, const std::vector<Value>& values,
-                   const Alteration& by) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (const auto* view = std::get_if<TensorView>(&values[i])) {
-      by.tensor(function.name.data(), std::string(function.arguments[i].name).c_str(),
-                at::toDLPack(view->tensor()));
-    }
-  }
-}
-
 int run(const aclOpExecutor& executor, void* workspace) {
   if (workspace) {
     // A device destroys other data there as well.
     std::memset(workspace, 0xA5, executor.workspace_size);
   }
-  const auto alteration = [] {
-    const std::lock_guard lock(control().mutex);
-    return control().alteration;
-  }();
+  const auto alteration = alteration_of_test();
   return without_exceptions(executor.function, kRuntime, [&] {
     auto values = executor.values;
-    if (alteration.number) {
-      alter_numbers(executor.function, values, alteration);
-    }
+    alter_numbers(executor.function, values, alteration);
     compute(executor.function, values, executor.launch);
-    if (alteration.tensor) {
-      alter_tensors(executor.function, values, alteration);
-    }
+    alter_tensors(executor.function, values, alteration);
   });
 }
 
@@ -318,14 +223,6 @@ uint64_t workspace_of(const Function& function) {
   return take_fault(function.name, 0) ? kMoreThanThereIs : function.workspace;
 }
 
-bool gives_no_handle(std::string_view maker) {
-  const auto fault = take_fault(maker, -1);
-  if (fault) {
-    set_error_message(fault->message);
-  }
-  return fault != nullptr;
-}
-
 torch::jit::Stack call_operator(std::string_view name, std::string_view overload,
                                 const OperatorArguments& arguments) {
   const auto op = operator_named(std::string(name), std::string(overload));
@@ -354,17 +251,6 @@ torch::jit::Stack Call::results(const OperatorArguments& others) const {
   return call_operator(function_.schema_name, function_.overload, arguments);
 }
 
-void log_step(std::string_view step) {
-  log([&] { return Json::object({{"step", std::string(step)}}); });
-}
-
-bool computes() { return control().computing; }
-
-bool watched() {
-  return streams_are_strict() || computes() || control().logging || control().faulty ||
-         is_writing_calls();
-}
-
 int prepare_values(const Function& function, std::vector<Value> values, uint64_t* workspace_size,
                    aclOpExecutor** executor) {
   log([&] {
@@ -374,9 +260,7 @@ int prepare_values(const Function& function, std::vector<Value> values, uint64_t
                          {"device", int64_t{current_device()}},
                          {"deterministic", system_parameter(ACL_OPT_DETERMINISTIC)}});
   });
-  if (auto* const listen = control().in_first_phase.load()) {
-    listen(function.name.data());
-  }
+  call_listener(function.name.data());
   if (const auto fault = take_fault(function.name, 1)) {
     return failure(fault->status, fault->message);
   }
@@ -458,58 +342,3 @@ bool is_missing(std::string_view function) {
 }
 
 }  // namespace cann_sim
-
-using namespace cann_sim;
-
-extern "C" {
-
-// Controls: cann_simulator/control.py.
-
-void cann_sim_start_log() {
-  const std::lock_guard lock(control().mutex);
-  control().log.clear();
-  control().logging = true;
-}
-// The log as a JSON array; logging ends.
-const char* cann_sim_take_log() {
-  static thread_local std::string text;
-  const std::lock_guard lock(control().mutex);
-  control().logging = false;
-  text = Json::array(control().log).text();
-  control().log.clear();
-  return text.c_str();
-}
-const char* cann_sim_live_handles() {
-  static thread_local std::string text;
-  text = Json::object({{"aclTensor", aclTensor::live()},
-                       {"aclTensorList", aclTensorList::live()},
-                       {"aclIntArray", aclIntArray::live()},
-                       {"aclScalar", aclScalar::live()},
-                       {"aclOpExecutor", aclOpExecutor::live()},
-                       {"HugeMemory", HugeMemory::live()}})
-             .text();
-  return text.c_str();
-}
-void cann_sim_fail(const char* function, int phase, int status, const char* message, int times,
-                   int after) {
-  const std::lock_guard lock(control().mutex);
-  control().faulty = true;
-  control().faults.push_back({function, phase, status, message, times, after});
-}
-void cann_sim_no_faults() {
-  const std::lock_guard lock(control().mutex);
-  control().faulty = false;
-  control().faults.clear();
-}
-// Null pointers end it.
-void cann_sim_alter(double (*number)(const char*, const char*, double),
-                    void (*tensor)(const char*, const char*, DLManagedTensor*)) {
-  const std::lock_guard lock(control().mutex);
-  control().alteration = {number, tensor};
-}
-// A null pointer ends it.
-void cann_sim_listen(void (*in_first_phase)(const char*)) {
-  control().in_first_phase = in_first_phase;
-}
-void cann_sim_set_computing(bool on) { control().computing = on; }
-}  // extern "C"
