@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"query": query, "key": key, **options})
         return CALL(query, key, value, **options)
 
-    monkeypatch.setattr(ops, "fused_infer_attention_score", call)
+    monkeypatch.setattr(ops.ops, "fused_infer_attention_score", call)
     return seen
 
 

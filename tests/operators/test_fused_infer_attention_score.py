@@ -10,6 +10,7 @@ import torch
 from ascend_attn_check.samples.fused_infer_attention_score import DEVICE_CASES, InferCase, build
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.device_limits import table
+from ascend_attn_ops._core.sparse_modes import compressed_mask
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -170,7 +171,7 @@ def test_the_mask_of_a_single_query_has_two_axes_by_batch() -> None:
 
 def test_the_function_builds_the_compressed_mask_and_the_scale() -> None:
     query, key, value = tensors(6, 9)
-    mask = ops.masks.compressed_mask(3, torch.device("cpu"))
+    mask = compressed_mask(3, torch.device("cpu"))
     assert_same_bits(
         attend(query, key, value, sparse_mode=3),
         attend(query, key, value, sparse_mode=3, atten_mask=mask, scale_value=D**-0.5),

@@ -20,7 +20,7 @@ def test_sections_of_docstrings() -> None:
             text = "\n\n".join([inspect.getdoc(item), *(TEXTS[x] for x in others)])
             signature = inspect.signature(item)
             wanted = ["Args|Attributes", "Raises", "Example"] if signature.parameters else []
-            returns = signature.return_annotation not in ("None", inspect.Signature.empty)
+            returns = signature.return_annotation not in (None, "None", inspect.Signature.empty)
             wanted += ["Returns"] if returns else []
             missing = [x for x in wanted if not re.search(f"^({x}):$", text, re.M)]
             assert missing in ([], ["Raises"] if name == "save_attention_policy" else []), name

@@ -115,8 +115,8 @@ class LatentAttention(nn.Module):
         >>> step = cache.append({cache.add(): 16})
         >>> with torch.no_grad():
         ...     paged, _ = layer(hidden[0], step.positions, pages=cache.layer(0, step))
-        >>> bool((paged - out[0]).abs().max() < 0.01)
-        True
+        >>> bool((paged - out[0]).abs().max() < 0.01), cache.free_blocks
+        (True, 1)
     """
 
     def __init__(

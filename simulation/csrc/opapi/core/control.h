@@ -1,4 +1,4 @@
-// What tests change in calls, and hear of them. cann_simulator/control.py is the other side.
+// Changes that tests make to calls, and what they hear of them. cann_simulator/control.py is the other side.
 #pragma once
 
 #include <ATen/DLConvertor.h>
