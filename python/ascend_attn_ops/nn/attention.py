@@ -97,13 +97,12 @@ def attention(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> query, key, value = torch.randn(3, 2, 4, 10, 64)
-        >>> out = ascend_attn_ops.attention(query, key, value, window=(3, 0))
-        >>> banded = torch.ones(10, 10, dtype=torch.bool).tril().triu(-3)
-        >>> expected = torch.nn.functional.scaled_dot_product_attention(
-        ...     query, key, value, attn_mask=banded)
-        >>> bool((out - expected).abs().max() < 1e-6)
-        True
+        >>> query = key = torch.zeros(1, 1, 4, 64)  # all keys weigh the same
+        >>> value = torch.arange(4.0)[:, None].expand(1, 1, 4, 64)
+        >>> ascend_attn_ops.attention(query, key, value, is_causal=True)[0, 0, :, 0]
+        tensor([0.0000, 0.5000, 1.0000, 1.5000])
+        >>> ascend_attn_ops.attention(query, key, value, window=(1, 0))[0, 0, :, 0]
+        tensor([0.0000, 0.5000, 1.5000, 2.5000])
 
     Source: torch's documentation of scaled_dot_product_attention; the operator's is
     docs/specification/flash_attention_score.md.
