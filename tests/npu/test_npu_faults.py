@@ -25,8 +25,7 @@ def ask(what: str) -> dict[str, Any]:
     out, _ = run_in_new_process(f"""
         import json, torch
         import ascend_attn_ops
-        from device_samples import KEEPING_EXECUTORS
-from faulty_calls import call_that_fails, survey
+        from faulty_calls import call_that_fails, survey
 
         torch.set_num_threads(1)
         with ascend_attn_ops.limits(None):  # the sizes of some samples are not the device's
