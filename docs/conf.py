@@ -81,7 +81,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(ProcessGroup|torch|collections|pathlib|typing|nn)\..*|Tensor|Sequence|Any|Path|"
-        "When|Comparison|Replayed",  # described where they are returned
+        r"When|(.*\.)?(Comparison|Replayed|Mask)",  # described where they are returned
     )
 ]
 

@@ -17,7 +17,9 @@ _NAME = "ascend::PagedCache"
 
 
 class Step(NamedTuple):
-    """T new tokens of B sequences, one sequence after another, as :meth:`PagedCache.append` has it.
+    """T new tokens of B sequences, one sequence after another.
+
+    :meth:`ascend_attn_ops.PagedCache.append` returns it.
 
     Attributes:
         slots: (T,), where their rows go.
@@ -46,7 +48,7 @@ class Step(NamedTuple):
 
 
 class LayerPages(NamedTuple):
-    """The pages of one layer in a step. :meth:`PagedCache.layer` returns it."""
+    """The pages of one layer in a step. :meth:`ascend_attn_ops.PagedCache.layer` returns it."""
 
     pages: dict[str, Tensor]
     step: Step
