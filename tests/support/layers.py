@@ -40,8 +40,7 @@ CSRC_PARTS = {
     "python": Part("bindings: _C", ("cpu",)),
 }
 
-# The folders of the package: "uses" is "imports", when a module loads, later, or for an annotation.
-# The files beside them are its door.
+# Those of the package: "uses" is "imports", when a module loads, later, or for an annotation.
 PACKAGE_PARTS = {
     "_core": Part("errors, loading, lengths, pages, masks, device limits"),
     "ops": Part("the public functions, one per operator", ("_core",)),
@@ -68,10 +67,8 @@ AROUND = {
 class Tree:
     folder: Path
     parts: dict[str, Part]
-    # The parts of the files that stand beside the folders.
-    beside: dict[str, str]
-    # The files that a file uses.
-    used_by: Callable[[Path], Iterator[Path]]
+    beside: dict[str, str]  # the parts of the files beside the folders
+    used_by: Callable[[Path], Iterator[Path]]  # the files that a file uses
 
     def files(self) -> list[Path]:
         suffixes = ("cpp", "h", "py", "pyi")
@@ -120,12 +117,8 @@ def module_file(name: str) -> Path:
     return module_file(name.rpartition(".")[0])
 
 
+DOOR = {"_C.pyi": "_core", "__init__.py": "ascend_attn_ops", "__main__.py": "ascend_attn_ops"}
 TREES = {
     "csrc": Tree(CSRC, CSRC_PARTS, {"library.cpp": "python"}, included),
-    "python": Tree(
-        PYTHON / "ascend_attn_ops",
-        PACKAGE_PARTS,
-        {"_C.pyi": "_core", "__init__.py": "ascend_attn_ops", "__main__.py": "ascend_attn_ops"},
-        imported,
-    ),
+    "python": Tree(PYTHON / "ascend_attn_ops", PACKAGE_PARTS, DOOR, imported),
 }
