@@ -40,7 +40,7 @@ CSRC_PARTS = {
     "python": Part("bindings: _C", ("cpu",)),
 }
 
-# Those of the package: "uses" is "imports", when a module loads, later, or for an annotation.
+# The folders of the package: "uses" is "imports", when a module loads, later, or for an annotation.
 PACKAGE_PARTS = {
     "_core": Part("errors, loading, lengths, pages, masks, device limits"),
     "ops": Part("the public functions, one per operator", ("_core",)),
