@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ascend_attn_ops._core.arguments import (
     check_count,
@@ -160,9 +159,12 @@ def _mask_of(
         raise wrong(ValueError, _NAME, names[1], expected, shown(given[names[1]]))
     if is_causal:
         return Causal("top-left")
-    if isinstance(attn_mask, CausalBias):
-        upper = attn_mask.variant == CausalVariant.UPPER_LEFT
-        return Causal("top-left" if upper else "bottom-right")
+    if attn_mask is not None and type(attn_mask) is not Tensor:
+        from torch.nn.attention.bias import CausalBias, CausalVariant  # which takes a second
+
+        if isinstance(attn_mask, CausalBias):
+            upper = attn_mask.variant == CausalVariant.UPPER_LEFT
+            return Causal("top-left" if upper else "bottom-right")
     if mask is not None and not isinstance(mask, Mask):
         expected = "Causal, Band, Prefix or CutCausal (tensors are attn_mask)"
         raise wrong(TypeError, _NAME, "mask", expected, shown(mask))
