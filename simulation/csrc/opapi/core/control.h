@@ -1,4 +1,5 @@
-// Changes that tests make to calls, and what they hear of them. cann_simulator/control.py is the other side.
+// Changes of calls by tests, and what tests hear of them; the other side is
+// cann_simulator/control.py.
 #pragma once
 
 #include <ATen/DLConvertor.h>
