@@ -225,7 +225,7 @@ def test_nothing_outlives_its_process_group() -> None:
             print(out.device_mesh is mesh)
             dist.destroy_process_group()
     """)
-    assert ran.out.split() == ["True", "True"], ran.err
+    assert ran.out.split().count("True") == 2, ran.err  # beside what gloo prints
 
 
 def test_every_operator_has_its_axes() -> None:

@@ -210,8 +210,8 @@ class _Sharding:
         if "N" in self.ranks:
             self._check_size("num_heads", "N", call.get("num_heads") or 0)
             self._check_size("key", "N", self.key_heads if self.key_heads > 1 else 0)
-        # Key and value, say, may be one tensor and then stay one.
-        self.moved = cache(lambda x, target: x.redistribute(placements=target).to_local())
+        # Key and value may be one tensor, and stay one. Torch 2.10 would detach results in place.
+        self.moved = cache(lambda x, at: x.detach().redistribute(placements=at).to_local())
 
     def _refuse(self, argument: str, expected: str, got: object) -> NoReturn:
         raise wrong(ValueError, self.operator.where, argument, expected, repr(got))
