@@ -6,7 +6,7 @@ import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from operator import index
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ _LONGEST = 100  # characters of a value in a message
 _WHOLE = (int, torch.SymInt)
 _LARGEST_FLOAT = int(sys.float_info.max)
 INT64_MAX = 2**63 - 1
+_ELEMENT = re.compile(r"(?<= at )\d+(?= \[)")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Error = TypeVar("Error", bound=Exception)
@@ -31,6 +32,17 @@ def wrong(kind: type[Error], function: str, argument: str, expected: str, got: s
     """The error to raise; `shown` makes `got` of what the caller gave."""
     status = " [ACLNN_ERR_PARAM_INVALID 161002]" if function in _OF_CANN else ""
     return kind(f"{function}: {argument}: expected {expected}, got {got}{status}")
+
+
+def renamed(text: str, names: Mapping[str, str], parts: int = 1) -> str:
+    """The message of an operator with the names of the caller, as `names` has them.
+
+    The caller's cu_seqlens begin with a 0, which operators do not get, and each of its lengths may
+    be `parts` of theirs: the numbers of elements follow.
+    """
+    text = re.sub("|".join(names), lambda found: names[found[0]], text)
+    first = int(": cu" in text)
+    return _ELEMENT.sub(lambda found: str(int(found[0]) // parts + first), text)
 
 
 @cache

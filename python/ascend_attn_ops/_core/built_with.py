@@ -3,7 +3,7 @@
 Another torch lacks some of the symbols that they need, and the loader would name one of them.
 
 Where torch_npu is installed, `import torch` would import it, which fails where there is no CANN.
-`_library` loads torch_npu later, and says why it cannot. Other backends load as they would.
+`library` loads torch_npu later, and says why it cannot. Other backends load as they would.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +15,7 @@ from ascend_attn_ops._core.arguments import (
     check_number,
     check_tensor,
     readable,
+    renamed,
     shown,
     tensors_in,
     whole,
@@ -195,8 +195,7 @@ def refuse(function: str, argument: str, expected: str, got: str) -> None:
     raise wrong(NotImplementedError, function, argument, expected, got)
 
 
-_LENGTHS = re.compile(r"actual_seq_lengths_(query|key)")
-_INDEX = re.compile(r"(?<= at )\d+(?= \[)")
+_LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
 def call(
@@ -210,14 +209,11 @@ def call(
         return operator(*args, **kwargs)
     except (TypeError, ValueError) as error:
         _, argument, text = (*str(error).split(": ", 2), "", "")[:3]
-        if not _LENGTHS.fullmatch(argument):
+        if argument not in _LENGTHS:
             raise
-        names = dict(zip(("query", "key"), options.lengths, strict=True))
-        text = _LENGTHS.sub(lambda found: names[found[1]], f"{argument}: {text}")
-        # Cumulative lengths of the caller begin with a 0.
-        first = int(text.startswith("cu"))
-        text = _INDEX.sub(lambda found: str(int(found[0]) // parts + first), text)
-        raise type(error)(f"{options.function}: {text}") from None
+        names = dict(zip(_LENGTHS, options.lengths, strict=True))
+        text = renamed(f"{options.function}: {argument}: {text}", names, parts)
+        raise type(error)(text) from None
 
 
 def written(function: str, result: Tensor, out: Tensor | None) -> Tensor:

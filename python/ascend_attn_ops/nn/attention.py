@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ascend_attn_ops._core.arguments import (
     check_memory,
     check_tensor,
     dtype_name,
+    renamed,
     shown,
     wrong,
 )
@@ -28,7 +28,6 @@ _NAMES = {
     "ascend::flash_attention_score": _NAME, "actual_seq_lengths_query": "cu_seqlens_q",
     "actual_seq_lengths_key": "cu_seqlens_k", "pse_shift": "attn_mask", "scale_value": "scale",
 }  # fmt: skip
-_NAMES_AT_ALL = re.compile("|".join(_NAMES))
 
 
 def attention(
@@ -139,11 +138,7 @@ def _call(*tensors: Tensor, **options: Any) -> Tensor:
     try:
         return flash_attention_score(*tensors, **options)[0]
     except (TypeError, ValueError, NotImplementedError) as error:
-        text = _NAMES_AT_ALL.sub(lambda found: _NAMES[found[0]], str(error))
-        if ": cu_seqlens" in text:
-            # They begin with a 0, which the operator does not get.
-            text = re.sub(r"(?<= at )\d+(?= \[)", lambda found: str(int(found[0]) + 1), text)
-        raise type(error)(text) from None
+        raise type(error)(renamed(str(error), _NAMES)) from None
 
 
 def _mask_of(
