@@ -29,7 +29,7 @@ else:
     _WITH_NAMES = ("ops", "nn", "debug")
     _FOLDERS = (*_WITH_NAMES, "distributed", "flash_attn", "reference", "torch_npu", "transformers")
     # They need no name at the top: `ascend_attn_ops.ops` has the gradients.
-    _NOT_LISTED = ("replay", "sparse_lightning_indexer_grad_kl_loss")
+    _NOT_LISTED = ("limits_table", "replay", "sparse_lightning_indexer_grad_kl_loss")
 
     def __getattr__(name: str) -> Any:
         """Import a public name, or a folder of the package, when it is used."""

@@ -50,7 +50,7 @@ PACKAGE_PARTS = {
     "flash_attn": Part("flash-attn's API", ("ops",)),
     "torch_npu": Part("torch_npu's API", ("ops",)),
     "distributed": Part("several ranks", ("nn",)),
-    "transformers": Part("transformers", ("nn",)),
+    "transformers": Part("enable_dsa, register", ("nn",)),
     "ascend_attn_ops": Part("import ascend_attn_ops", ("nn", "debug")),
 }
 

@@ -87,7 +87,7 @@ class PagedCache:
         layers: number of layers.
         layout: "ND", pages (num_blocks, block_size, heads, size), for all operators; or "NZ", in
             fractals (num_blocks, heads, size / L, block_size, L) with L = 32 bytes, for
-            fused_infer_attention_score, whose kernels for an NPU prefer them.
+            fused_infer_attention_score alone.
         dtype: of the parts; None for torch's default.
         device: of the pages.
 
