@@ -1,4 +1,4 @@
-"""quantize_attention_inputs: what it returns, and the error of the attention that it leads to."""
+"""The quantisers: what they return, and the error of the attention that it leads to."""
 
 from __future__ import annotations
 
@@ -201,3 +201,41 @@ def test_elements_that_are_not_finite(index: int, bad: float) -> None:
 def test_tensors_that_require_a_gradient() -> None:
     inputs = quantize_attention_inputs(*(x.requires_grad_() for x in qkv()))
     assert not any(x.requires_grad for x in inputs)
+
+
+def largest_of(x: Tensor) -> Tensor:
+    return x.float().abs().amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_latent_cache(dtype: torch.dtype) -> None:
+    latent = torch.randn(3, 1, 512).to(dtype) * 3
+    latent[1, 0, 128:256] = 0
+    rope = torch.randn(3, 1, 64).to(dtype if dtype.itemsize == 2 else torch.bfloat16)
+    rows = ascend_attn_ops.quantize_latent(latent, rope)
+    assert rows[..., 512:640].view(rope.dtype).equal(rope)
+    tiles, scales = latent.float().view(12, 128), rows[..., 640:].reshape(-1, 4).view(torch.float32)
+    assert scales.equal(largest_of(tiles) * torch.tensor(1 / 127))
+    back = rows[..., :512].reshape(12, 128) * scales
+    assert ((back - tiles).abs() <= 0.5001 * scales).all()
+    cache = torch.zeros(2, 16, 1, 656, dtype=torch.int8)
+    ascend_attn_ops.scatter_pa_kv_cache_(rows, cache, torch.tensor([17, -1, 3]))
+    assert torch.stack((cache[1, 1], cache[0, 3])).equal(rows[::2])
+    assert cache.count_nonzero() == rows[::2].count_nonzero()
+
+
+def test_an_indexer_of_quantised_keys_selects_as_one_of_float32() -> None:
+    tensors = torch.randn(1, 2, 64, 128), torch.randn(1, 900, 1, 128)
+    tensors[1][0, 7], weights = 0, torch.rand(1, 2, 64)
+    (query, query_scale), (key, key_scale) = map(ascend_attn_ops.quantize_index_keys, tensors)
+    for x8, scale, x in ((query, query_scale, tensors[0]), (key, key_scale, tensors[1])):
+        step = largest_of(x) * torch.tensor(1 / 127)
+        assert scale.equal(step[..., 0].half())
+        assert ((x8 * step - x).abs() <= 0.5001 * step).all()
+    options = {"sparse_count": 200, "sparse_mode": 0}
+    kept = ascend_attn_ops.quant_lightning_indexer(
+        query, key, weights, query_scale, key_scale, **options
+    )
+    wanted, _ = ascend_attn_ops.lightning_indexer(*tensors, weights, **options)
+    for ours, theirs in zip(kept[0, :, 0].tolist(), wanted[0, :, 0].tolist(), strict=True):
+        assert len({*ours} & {*theirs}) > 190

@@ -1,18 +1,11 @@
 #include "ops/lightning_indexer.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/minimum.h>
-#include <ATen/ops/stack.h>
-
-#include <algorithm>
-#include <limits>
 #include <optional>
 #include <string_view>
 
-#include "core/sequence_lengths.h"
 #include "npu/compressed_keys.h"
 #include "npu/kernel.h"
+#include "npu/pack_without_pairs.h"
 #include "npu/packing.h"
 
 namespace ascend_attn::aclnn {
@@ -46,26 +39,6 @@ void launch(const LightningIndexer& op, const LightningIndexer::Outputs& outputs
       op.pages.block_table, op.layout.text(), op.pages.layout(op.layout),
       op.sparse_count.expect_int(), op.sparse_mode, op.pre_tokens, op.next_tokens, op.return_values,
       sparse_indices, sparse_values);
-}
-
-// In a pack of which no sequence has both queries and keys, the kernel writes all rows once per
-// sequence, over what lies behind the outputs. Whether a pack is one only the device knows: there,
-// such a pack is launched as one query and one key, whose row is overwritten.
-void launch_pack(const LightningIndexer& op, const LightningIndexer::Outputs& outputs,
-                 const Fills& fills) {
-  const auto ends = at::stack({*op.actual_seq_lengths_query, *op.actual_seq_lengths_key});
-  const auto begins = at::constant_pad_nd(ends.narrow(1, 0, ends.size(1) - 1), {1, 0});
-  const auto lengths = ends - begins;
-  const auto no_pairs = at::minimum(lengths[0], lengths[1]).amax() <= 0;
-  auto pack = op;
-  pack.actual_seq_lengths_query = op.actual_seq_lengths_query->masked_fill(no_pairs, 1);
-  pack.actual_seq_lengths_key = op.actual_seq_lengths_key->masked_fill(no_pairs, 1);
-  launch(pack, outputs, fills);
-  const auto& [sparse_indices, sparse_values] = outputs;
-  sparse_indices[0].masked_fill_(no_pairs, -1);
-  if (op.return_values) {
-    sparse_values[0].masked_fill_(no_pairs, -kInfinity);
-  }
 }
 
 // The function's own name of paged keys.
@@ -114,18 +87,10 @@ void launch_compressed_padded(const LightningIndexer& op,
   packing.launch(op, outputs, pack, launch, {kQueries, kQueries});
 }
 
-// Whether lengths that the host has say that no sequence of a pack has both queries and keys.
-bool lacks_pairs(const LightningIndexer& op) {
-  const auto& queries = op.actual_seq_lengths_query;
-  const auto& keys = op.actual_seq_lengths_key;
-  return op.layout == Layout::TND && !op.pages.given() && !queries.waits() && !keys.waits() &&
-         std::ranges::all_of(packed_sequences(queries.values(), keys.values()), &Sequence::empty);
-}
-
 void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& outputs) {
   const auto& [sparse_indices, sparse_values] = outputs;
   if (sparse_indices.numel() == 0 || op.key.size(0) == 0 || op.key.size(-3) == 0 ||
-      lacks_pairs(op)) {
+      (!op.pages.given() && lacks_pairs(op))) {
     fill_output(sparse_indices, -1);
     fill_output(sparse_values, -kInfinity);
     return;
@@ -140,13 +105,15 @@ void lightning_indexer(const LightningIndexer& op, LightningIndexer::Outputs& ou
     add_fill(fills, sparse_indices, -1);
     fill_output(sparse_values, -kInfinity);
   }
-  const bool is_pack = op.layout == Layout::TND && op.actual_seq_lengths_query->numel() > 1;
-  const bool may_lack_pairs =
-      is_pack && (op.actual_seq_lengths_query.waits() || op.actual_seq_lengths_key.waits());
   if (op.compressed()) {
     launch_compressed(op, outputs, fills);
-  } else if (may_lack_pairs && !op.pages.given()) {
-    launch_pack(op, outputs, fills);
+  } else if (may_lack_pairs(op)) {
+    const auto no_pairs =
+        launch_with_a_pair(op, [&](const auto& pack) { launch(pack, outputs, fills); });
+    sparse_indices[0].masked_fill_(no_pairs, -1);
+    if (op.return_values) {
+      sparse_values[0].masked_fill_(no_pairs, -kInfinity);
+    }
   } else {
     launch(op, outputs, fills);
   }

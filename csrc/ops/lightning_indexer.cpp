@@ -86,14 +86,8 @@ LightningIndexer::Outputs LightningIndexer::check_and_allocate() const {
   check_compression(rules);
   check_value(!pages.given() || !return_values, name, "return_values",
               "expected False because layout_key is PA_BSND, got True");
-  const auto count = sparse_count.maybe_as_int();
-  check_value(!count || *count >= 1, name, "sparse_count", "expected a positive number, got ",
-              sparse_count);
-  rules.check_indices_of_keys();
+  rules.check_selection(sparse_count, pre_tokens, next_tokens);
   const auto& device_limits = rules.limits();
-  device_limits.size("sparse_count", "K", sparse_count);
-  device_limits.size("pre_tokens", "pre_tokens", pre_tokens);
-  device_limits.size("next_tokens", "next_tokens", next_tokens);
   const bool like_query = weights.dtype() == query.dtype();
   device_limits.rule(kWeightsOf8_5, like_query, dtype_name(weights.scalar_type()));
   device_limits.rule(kWeightsOf950, like_query, dtype_name(weights.scalar_type()));

@@ -8,6 +8,7 @@
 #include "ops/fused_infer_attention_score.h"
 #include "ops/lightning_indexer.h"
 #include "ops/prompt_flash_attention.h"
+#include "ops/quant_lightning_indexer.h"
 #include "ops/scatter_pa_kv_cache.h"
 #include "ops/sparse_flash_attention.h"
 #include "ops/sparse_flash_mla.h"
@@ -25,11 +26,12 @@ struct OperatorList {
   }
 };
 
-using Operators = OperatorList<LightningIndexer, LightningIndexerGrad, SparseFlashAttention,
-                               SparseFlashAttentionGrad, SparseFlashMla, SparseFlashMlaGrad,
-                               SparseLightningIndexerGradKLLoss, SparseLightningIndexerKLLossGrad,
-                               FlashAttentionScore, FlashAttentionScoreGrad, ScatterPaKvCache,
-                               PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
+using Operators =
+    OperatorList<LightningIndexer, LightningIndexerGrad, QuantLightningIndexer,
+                 SparseFlashAttention, SparseFlashAttentionGrad, SparseFlashMla, SparseFlashMlaGrad,
+                 SparseLightningIndexerGradKLLoss, SparseLightningIndexerKLLossGrad,
+                 FlashAttentionScore, FlashAttentionScoreGrad, ScatterPaKvCache,
+                 PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
 
 // Operators that only autograd calls.
 using PrivateOperators = OperatorList<FlashAttentionScoreExtendedGrad, AttentionUpdateGrad>;

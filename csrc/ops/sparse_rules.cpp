@@ -37,7 +37,11 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   const auto key_rank = pages_ ? int64_t{4} : rank;
   check_value(key.tensor.dim() == key_rank, op_, key.name, "expected rank ", key_rank,
               " for layout ", key_layout, ", got shape ", key.tensor.sym_sizes());
-  check_attention_dtype(op_, query);
+  if (names_.int8) {
+    check_dtype(op_, query, at::kChar);
+  } else {
+    check_attention_dtype(op_, query);
+  }
   limits_.dtype(query.name, query.tensor.scalar_type());
   heads_ = query.tensor.sym_size(-2);
   head_size_ = query.tensor.sym_size(-1);
@@ -62,6 +66,17 @@ void SparseRules::check_indices_of_keys() const {
   check_value(key_.tensor.sym_size(-3).maybe_as_int().value_or(0) <= kMostKeys, op_, key_.name,
               "expected at most ", kMostKeys, " tokens, as indices are int32, got shape ",
               key_.tensor.sym_sizes());
+}
+
+void SparseRules::check_selection(const c10::SymInt& count, int64_t pre_tokens,
+                                  int64_t next_tokens) const {
+  const auto known = count.maybe_as_int();
+  check_value(!known || *known >= 1, op_, "sparse_count", "expected a positive number, got ",
+              count);
+  check_indices_of_keys();
+  limits_.size("sparse_count", "K", count);
+  limits_.size("pre_tokens", "pre_tokens", pre_tokens);
+  limits_.size("next_tokens", "next_tokens", next_tokens);
 }
 
 void SparseRules::check_not_empty(const c10::SymInt& count) const {
@@ -109,6 +124,11 @@ void SparseRules::check_same_dtype(NamedTensor argument) const {
 
 void SparseRules::check_weights_dtype(NamedTensor argument) const {
   const auto dtype = argument.tensor.scalar_type();
+  if (names_.int8) {
+    check_type(dtype == at::kHalf || dtype == at::kFloat, op_, argument.name,
+               "expected dtype float16 or float32, got ", dtype_name(dtype));
+    return;
+  }
   check_type(dtype == query_.tensor.scalar_type() || dtype == at::kFloat, op_, argument.name,
              "expected dtype ", dtype_name(query_.tensor.scalar_type()), " (", query_.name,
              "'s) or float32, got ", dtype_name(dtype));
@@ -149,6 +169,13 @@ void SparseRules::check_weights(NamedTensor argument, const c10::SymInt& heads) 
   check_weights_dtype(argument);
   check_shape(op_, argument, query_tokens_and({heads}),
               layout_ == Layout::TND ? "(T1, Nidx)" : "(B, S1, Nidx)");
+}
+
+void SparseRules::check_key_factors(NamedTensor argument) const {
+  check_same_device(argument);
+  check_weights_dtype(argument);
+  const auto sizes = key_.tensor.sym_sizes();
+  check_shape(op_, argument, sizes.slice(0, sizes.size() - 1), "key's without its last axis");
 }
 
 void SparseRules::check_token_weight(NamedTensor argument) const {

@@ -48,6 +48,7 @@ struct KeyNames {
   std::string_view table = "block_table";
   std::string_view lengths = "actual_seq_lengths_key";
   bool may_be_empty = false;  // within the limits of a device, too, which gets no such call
+  bool int8 = false;          // query and key are quantised
 };
 
 // Checks one call of a sparse operator. Every method raises on the first violated rule.
@@ -67,7 +68,7 @@ class SparseRules {
   void check_same_device(NamedTensor argument) const;
   // Expects query's dtype.
   void check_same_dtype(NamedTensor argument) const;
-  // Expects query's dtype or fp32.
+  // Expects query's dtype, or fp16 for int8 queries; or fp32.
   void check_weights_dtype(NamedTensor argument) const;
   // Expects (B, S1, heads, size) or (T1, heads, size).
   void check_like_query(NamedTensor argument, const c10::SymInt& heads,
@@ -77,6 +78,8 @@ class SparseRules {
   void check_like_key(NamedTensor argument, const c10::SymInt& size) const;
   // Expects (B, S1, heads) or (T1, heads).
   void check_weights(NamedTensor argument, const c10::SymInt& heads) const;
+  // Expects a factor for each key, in a dtype of weights: key's sizes without the last.
+  void check_key_factors(NamedTensor argument) const;
   // Expects a factor for each token, (B, S1) or (T1): bool or floating point.
   void check_token_weight(NamedTensor argument) const;
   // Expects integers (B, S1, 1, K) or (T1, 1, K); the axis of heads may be missing.
@@ -89,6 +92,8 @@ class SparseRules {
   void check_ropes(NamedOptionalTensor query_rope, NamedOptionalTensor key_rope) const;
   // Expects no more keys than an index names, of an operator that selects them one by one.
   void check_indices_of_keys() const;
+  // Checks how many keys an indexer selects, and from which.
+  void check_selection(const c10::SymInt& count, int64_t pre_tokens, int64_t next_tokens) const;
   // Checks that there is a length for each sequence. TND requires both, and paged keys those of the
   // keys.
   void check_lengths(const Lengths& query_lengths, const Lengths& key_lengths) const;

@@ -40,6 +40,9 @@ _MLA = (
     "aclnnLightningIndexerV2", "aclnnSparseLightningIndexerKLLossGrad",
 )  # fmt: skip
 
+# Ascend 950 has it from CANN 9.0 on, for float8.
+_QUANT = ("aclnnQuantLightningIndexer",)
+
 # The aclnn functions that the libraries of a product, or of one of its releases, lack.
 WITHOUT = {
     "A2": _INFER_950,
@@ -49,11 +52,11 @@ WITHOUT = {
     "A3-8.5": _MLA,
     "A3-9.0": _MLA,
     "950": (*_INFER, *_MLA),
-    "950-8.5": (*_SPARSE, *_EXTENDED, *_EXTENDED_950, *_INFER_950),
+    "950-8.5": (*_SPARSE, *_QUANT, *_EXTENDED, *_EXTENDED_950, *_INFER_950),
     "950-9.0": (*_SPARSE, *_EXTENDED),
     "950-9.1": _INDEXER_GRAD,
     "310P": (
-        *_SPARSE, *_MLA, *_EXTENDED, *_EXTENDED_950, *_INFER, *_INFER_950,
+        *_SPARSE, *_QUANT, *_MLA, *_EXTENDED, *_EXTENDED_950, *_INFER, *_INFER_950,
         "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2",
         "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2",
         "aclnnScatterPaKvCache",

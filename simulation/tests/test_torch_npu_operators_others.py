@@ -11,7 +11,7 @@ import torch_npu
 from support.attention import attention
 from support.tolerance import assert_close
 from torch import Tensor
-from torch_npu_calls import HALF, TOLERANCES, check, paged, takes, values
+from torch_npu_calls import HALF, TOLERANCES, check, takes, values
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 
@@ -50,26 +50,6 @@ def test_sparse_attention(dtype: torch.dtype) -> None:
     check("npu_sparse_flash_attention", query, key, key, chosen, 0.05, **ropes, **options)
     options = {"sparse_count": COUNT, "return_value": True}
     check("npu_lightning_indexer", index_query, index_key, weights, **options)
-
-
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_sparse_attention_in_pages(layout: str) -> None:
-    """Keys in blocks, with the lengths of the sequences, for dense and for packed queries."""
-    queries, keys, chosen = sparse_tensors()
-    chosen[:, 0, :, -3:] = -1
-    (key, key_rope, index_key), options = paged([x.transpose(1, 2) for x in keys], "BBND")
-    options["layout_query"] = layout
-    if layout == "TND":
-        queries, chosen = [x.flatten(0, 1) for x in queries], chosen.flatten(0, 1)
-        options["actual_seq_lengths_query"] = torch.tensor([S1, B * S1], dtype=torch.int32)
-    query, query_rope, index_query, weights = queries
-    lengths = torch.full((B,), S2, dtype=torch.int32)
-    ropes = {"query_rope": query_rope, "key_rope": key_rope, "attention_mode": 2}
-    in_pages = {"layout_kv": "PA_BSND", "actual_seq_lengths_kv": lengths}
-    given = (query, key, key, chosen, 0.05)
-    check("npu_sparse_flash_attention", *given, **ropes, **in_pages, **options)
-    in_pages = {"layout_key": "PA_BSND", "actual_seq_lengths_key": lengths, "sparse_count": COUNT}
-    check("npu_lightning_indexer", index_query, index_key, weights, **in_pages, **options)
 
 
 @takes("npu_sparse_flash_attention", "sinks")

@@ -28,7 +28,7 @@ COMPUTING = [x.name for x in OPERATORS.values() if x.takes_dtensors and not x.in
 DENSE = [x for x in COMPUTING if x.startswith(("flash", "prompt", "fused"))]
 SPARSE = [x for x in COMPUTING if x not in DENSE and x != "attention_update"]
 BY_TOKENS = [x for x in SPARSE if x != "sparse_lightning_indexer_kl_loss_grad"]
-BY_HEADS = [x for x in BY_TOKENS if not x.startswith("lightning_indexer")]
+BY_HEADS = [x for x in BY_TOKENS if not x.startswith(("lightning", "quant"))]
 
 
 def on_four(function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from ascend_attn_check.samples import (
     lightning_indexer,
+    quant_lightning_indexer,
     randomness,
     sparse_flash_attention,
     sparse_flash_mla,
@@ -234,17 +235,19 @@ def attention_gradient(
 
 
 def indexer(
-    random: Random, paged: bool = False, empty: bool = False, in_windows: bool = False
-) -> str:
+    random: Random, paged: bool = False, empty: bool = False, in_windows: bool = False,
+    build: Callable[..., Sample] = lightning_indexer.build,
+) -> str:  # fmt: skip
     case, dtype = sparse_case(random, paged=paged, empty=empty), random.choice(draw.DTYPES)
     if in_windows:
         case = compressed(random, case, empty)
-    sample = draw.with_float32_weights(lightning_indexer.build(case, dtype), random)
+    sample = draw.with_float32_weights(build(case, dtype), random)
+    names = tuple(x for x in ("query", "key", "weights") if sample.tensors[x].is_floating_point())
     if random.random() < 0.3:
-        sample = draw.with_zeros(sample, ("query", "key", "weights"), random)
+        sample = draw.with_zeros(sample, names, random)
     else:
         # No score may be more than float16 holds.
-        sample = draw.scaled(sample, ("query", "key", "weights"), random, exponents=(-6, 1))
+        sample = draw.scaled(sample, names, random, exponents=(-6, 1))
     sample = with_expanded(sample, (*expanded(case), "weights"), random)
     check(sample, run(sample, random, same_on_all_threads=True))
     return draw.label(case, dtype)
@@ -293,9 +296,11 @@ def loss_gradient(random: Random, empty: bool = False) -> str:
 
 
 _MLA = partial(attention, draw_case=mla_case, call=mla_call)
+_INT8_INDEXER = partial(indexer, build=quant_lightning_indexer.build)
 _OPERATORS: dict[str, Callable[..., str]] = {
     "lightning_indexer": indexer,
     "lightning_indexer_grad": indexer_gradient,
+    "quant_lightning_indexer": _INT8_INDEXER,
     "sparse_flash_attention": attention,
     "sparse_flash_attention_grad": attention_gradient,
     "sparse_flash_mla": _MLA,
@@ -309,6 +314,7 @@ CASES: dict[str, Case] = {
     **{f"valid/{name}": case for name, case in _OPERATORS.items()},
     **{f"valid/empty/{name}": partial(case, empty=True) for name, case in _OPERATORS.items()},
     "valid/paged/lightning_indexer": partial(indexer, paged=True),
+    "valid/paged/quant_lightning_indexer": partial(_INT8_INDEXER, paged=True),
     "valid/paged/sparse_flash_attention": partial(attention, paged=True),
     "valid/paged/sparse_flash_mla": partial(_MLA, paged=True),
     "valid/empty/paged/sparse_flash_mla": partial(_MLA, paged=True, empty=True),

@@ -10,6 +10,7 @@ import torch
 from support.samples import Sample
 from torch import Tensor
 from torch.library import Library
+from torch.utils._pytree import tree_map
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def arrivals(operator: str, argument: str) -> Iterator[list[Tensor | None]]:
         x = given[argument]
         found.append(None if x is None else x.clone())
         outputs = overload(*map(on_meta, args), **{k: on_meta(x) for k, x in kwargs.items()})
-        return tuple(torch.ones_like(x, device="cpu") for x in outputs)
+        return tree_map(lambda x: torch.ones_like(x, device="cpu"), outputs)
 
     library = Library("ascend", "IMPL")
     library.impl(operator, record, "CPU", allow_override=True)

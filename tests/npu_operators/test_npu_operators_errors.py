@@ -43,6 +43,12 @@ INDEXER = {"query": bf16(1, 3, 8, 128), "key": bf16(1, 3, 1, 128), "weights": bf
 INDEXER_GRAD = {
     **INDEXER, "dy": bf16(1, 3, 1, 4), "sparse_indices": torch.zeros(1, 3, 1, 4, dtype=torch.int32)
 }  # fmt: skip
+INT8 = torch.zeros(1, 3, 64, 128, dtype=torch.int8)
+INT8_INDEXER = {
+    "query": INT8, "key": INT8[:, :, :1], "weights": torch.ones(1, 3, 64).half(),
+    "query_dequant_scale": torch.ones(1, 3, 64).half(), "query_quant_mode": 0, "key_quant_mode": 0,
+    "key_dequant_scale": torch.ones(1, 3, 1).half(),
+}  # fmt: skip
 LOSS = {
     **{x: SPARSE[x] for x in SPARSE if x not in ("value", "attention_mode")},
     **{x: SPARSE_GRAD[x] for x in ("softmax_max", "softmax_sum")},
@@ -84,6 +90,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "npu_fused_infer_attention_score.out": {**INFERENCE, "out": [QUERY, QUERY]},
     "npu_fused_infer_attention_score_v2.out": {**INFERENCE_2, "out": [QUERY, QUERY]},
     "npu_sparse_flash_attention": SPARSE,
+    "npu_quant_lightning_indexer": INT8_INDEXER,
     "npu_sparse_lightning_indexer_grad_kl_loss": LOSS,
     "npu_rotary_mul": ROTARY,
     "_C_ascend::npu_sparse_attn_sharedkv": MLA,

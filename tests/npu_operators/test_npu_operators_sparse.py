@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from ascend_attn_check.samples.record import Recipe
 from support.npu_names import torch_npu
+from support.samples import OPERATORS, as_tuple
+from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -65,56 +66,25 @@ def test_attention_and_its_gradients() -> None:
     assert_close((d_query, d_key + d_value, d_query_rope, d_key_rope), gradients)
 
 
-BLOCK = 2
-TABLE = torch.tensor([[3, 0, 4], [1, 6, -1]], dtype=torch.int32)
-LENGTHS = torch.tensor([6, 4], dtype=torch.int32)
-PAGED = {"block_table": TABLE, "actual_seq_lengths_query": None}
+INT8 = OPERATORS["quant_lightning_indexer"]
+OTHERS = [*OPERATORS["lightning_indexer"].recipes, *OPERATORS["sparse_flash_attention"].recipes]
+PAGED = [x for x in OTHERS if x.case.page and x.case.ratio == 1]
 
 
-def paged(x: Tensor) -> Tensor:
-    """(B, S2, 1, D) spread over the blocks of TABLE."""
-    cache = torch.full((7, BLOCK, 1, x.shape[-1]), 1e3, dtype=x.dtype)
-    for b, length in enumerate(LENGTHS.tolist()):
-        for j in range(length):
-            cache[TABLE[b, j // BLOCK], j % BLOCK] = x[b, j]
-    return cache
-
-
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_pages(layout: str) -> None:
-    """As with keys side by side."""
-    query, latent, query_rope, key_rope = (x.detach() for x in inputs())
-    index_query, weights, index_key = drawn(B, S1, 2, D), drawn(B, S1, 2), drawn(B, S2, 1, D)
-    index = [x.detach() for x in (index_query, index_key, weights)]
-    indices, _ = torch_npu.npu_lightning_indexer(
-        *index, actual_seq_lengths_key=LENGTHS, sparse_count=K
-    )
-    expected, *statistics = torch_npu.npu_sparse_flash_attention(
-        query, latent, latent, indices, 0.3, query_rope=query_rope, key_rope=key_rope,
-        actual_seq_lengths_kv=LENGTHS, attention_mode=2,
-    )  # fmt: skip
-
-    assert [x.shape for x in statistics] == [(0,), (0,)]  # not asked for
-
-    def packed(x: Tensor) -> Tensor:
-        return x.flatten(0, 1) if layout == "TND" else x
-
-    ends = torch.tensor([S1, 2 * S1], dtype=torch.int32) if layout == "TND" else None
-    options: dict[str, Any] = {
-        "block_table": TABLE, "actual_seq_lengths_query": ends, "layout_query": layout,
-    }  # fmt: skip
-    paged_indices, _ = torch_npu.npu_lightning_indexer(
-        packed(index[0]), paged(index[1]), packed(index[2]), layout_key="PA_BSND", sparse_count=K,
-        actual_seq_lengths_key=LENGTHS, **options,
-    )  # fmt: skip
-    assert torch.equal(paged_indices, packed(indices))
-    cache = paged(latent)
-    out, *_ = torch_npu.npu_sparse_flash_attention(
-        packed(query), cache, cache, paged_indices, 0.3, query_rope=packed(query_rope),
-        key_rope=paged(key_rope), layout_kv="PA_BSND", actual_seq_lengths_kv=LENGTHS,
-        attention_mode=2, **options,
-    )  # fmt: skip
-    assert_close(out, packed(expected))
+@pytest.mark.parametrize("recipe", [*PAGED, *INT8.recipes], ids=lambda x: x.id)
+def test_pages_and_int8(recipe: Recipe) -> None:
+    """As by this library's names."""
+    sample = recipe.make(torch.bfloat16)
+    defaults = {x.name: x.default_value for x in recipe.operator.overload._schema.arguments}
+    given = {**defaults, **sample.arguments, "return_softmax_lse": False}
+    outputs = as_tuple(recipe.operator.torch_npu(given))  # type: ignore[misc]
+    assert_same_bits(outputs[:1], sample.call(torch.ops.ascend)[:1])
+    assert [x.shape for x in outputs[1:]] == [(0,)] * len(outputs[1:])  # not asked for
+    if recipe.operator is INT8:
+        others = {name: x for name, x in sample.arguments.items() if name != "layout"}
+        layout = sample.options["layout"]
+        others |= {"layout_query": layout, "layout_key": others.get("layout_key", layout)}
+        assert torch.ops._C_ascend.npu_lightning_indexer_quant(**others).equal(outputs[0])
 
 
 def test_indexer_and_its_gradients() -> None:

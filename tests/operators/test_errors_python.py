@@ -63,6 +63,8 @@ index = partial(
     actual_seq_lengths_key=[2, 4],
 )  # fmt: skip
 update = partial(ops.attention_update, lse=[torch.zeros(2)], local_out=[torch.ones(2, 8)])
+ROPE = torch.randn(5, 64).half()
+latent = partial(ops.quantize_latent, latent=ROPE.repeat(1, 8), key_rope=ROPE)
 quantize = partial(ops.quantize_attention_inputs, query=Q, key=K, value=K)
 mask = partial(ops.sparse_mode_mask, sparse_mode=3, sq=3, skv=4)
 log_sum_exp = partial(ops.log_sum_exp, softmax_max=Q, softmax_sum=Q)
@@ -197,6 +199,16 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"scale_dtype": torch.bfloat16}, TYPE, "scale_dtype: .* torch.float32 or torch.uint64"),
         ({"scale_dtype": []}, TYPE, r"scale_dtype: expected .* got \[\]"),
         ({"scale_dtype": "float32"}, TYPE, "scale_dtype: expected .* got 'float32'"),
+    ]),
+    latent: ("quantize_latent", [
+        ({"latent": ROPE}, VALUE, r"latent: expected shape \(..., 512\), got \(5, 64\)"),
+        ({"key_rope": ROPE.float()}, TYPE, "key_rope: expected dtype float16 or bfloat16, got"),
+        ({"key_rope": ROPE[:3]}, VALUE, r"key_rope: expected shape \(5, 64\), got \(3, 64\)"),
+        ({"key_rope": ROPE.to("meta")}, VALUE, "key_rope: expected device cpu"),
+    ]),
+    ops.quantize_index_keys: ("quantize_index_keys", [
+        ({"keys": [1.0]}, TYPE, "keys: expected a tensor, got list"),
+        ({"keys": torch.ones(3, 0)}, VALUE, r"keys: expected shape \(..., D\), got \(3, 0\)"),
     ]),
     mask: ("sparse_mode_mask", [
         ({"sparse_mode": "3"}, TYPE, "sparse_mode: expected a whole number, got '3'"),

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from ascend_attn_ops.reference.call import noticed
 from ascend_attn_ops.reference.declaration import Arguments
 from ascend_attn_ops.reference.sequences import rows
 from torch import Tensor
@@ -117,8 +118,8 @@ ALL_TOKENS = {
 
 @dataclass(frozen=True)
 class Pages:
-    """The blocks that hold the keys of a case. All other rows of its caches are NaN, and the
-    entries of the table that name none are out of range: nobody reads either."""
+    """The blocks that hold the keys of a case. All other rows of its caches are NaN, or 127 in
+    int8, and the entries of the table that name none are out of range: nobody reads either."""
 
     table: Tensor
     slots: Tensor  # of every key, sequence by sequence
@@ -139,7 +140,9 @@ class Pages:
         """(num_blocks, page, ...) of rows (num_blocks, page, ...)."""
         unread = torch.ones(rows.shape[0] * case.page, dtype=torch.bool)
         unread[self.slots] = False
-        return rows.flatten(0, 1).masked_fill(unread[:, None, None], torch.nan).view(rows.shape)
+        tokens = rows.flatten(0, 1)
+        unread = unread.view(-1, *[1] * (tokens.dim() - 1))
+        return tokens.masked_fill(unread, noticed(rows)).view(rows.shape)
 
     def options(self, layout: str) -> dict[str, Any]:
         return {layout: "PA_BSND", "block_table": self.table}

@@ -102,6 +102,7 @@ _FORMULAS: dict[str, Callable[[SimpleNamespace], int]] = {
     "sparse_flash_mla_grad": _attention_grad,
     "lightning_indexer": _indexer,
     "lightning_indexer_grad": _indexer_grad,
+    "quant_lightning_indexer": _indexer,
     "sparse_lightning_indexer_grad_kl_loss": _loss,
     "sparse_lightning_indexer_kl_loss_grad": _loss_with_target,
     "attention_update": _update,

@@ -71,6 +71,11 @@ LINES = {
     "lightning_indexer_grad": Line(
         "query BSHi, key BT1i, d_values BS1k, weights BSH", "BSHi BT1i BSH", "BS"
     ),
+    "quant_lightning_indexer": Line(
+        "query BSHi, key {keys}i, weights BSH, query_dequant_scale BSH, key_dequant_scale {keys}",
+        "BS1k",
+        "{queries}",
+    ),
     "sparse_flash_attention": Line(
         _SPARSE, "BSNd return_softmax_lse=B1SN return_softmax_lse=B1SN", "{queries}N"
     ),

@@ -16,7 +16,11 @@ from ascend_attn_ops.nn.latent_attention import LatentAttention
 from ascend_attn_ops.nn.lightning_indexer import LightningIndexer
 from ascend_attn_ops.nn.masks import Band, Causal, CutCausal, Prefix
 from ascend_attn_ops.nn.paged_cache import PagedCache
-from ascend_attn_ops.nn.quantization import quantize_attention_inputs
+from ascend_attn_ops.nn.quantization import (
+    quantize_attention_inputs,
+    quantize_index_keys,
+    quantize_latent,
+)
 from ascend_attn_ops.nn.training import attach_loss, save_attention_policy
 
 __all__ = [
@@ -36,6 +40,8 @@ __all__ = [
     "nz_cache_shape",
     "nz_to_nd",
     "quantize_attention_inputs",
+    "quantize_index_keys",
+    "quantize_latent",
     "save_attention_policy",
     "slot_mapping",
     "sparse_flash_mla_with_indexer_loss",

@@ -1,4 +1,4 @@
-"""Quantisation for the int8 path of prompt_flash_attention."""
+"""Quantisation: of the int8 path of prompt_flash_attention, and of the rows of int8 caches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ascend_attn_ops._core.arguments import check_memory, check_tensor, shown, wrong
+from ascend_attn_ops._core.arguments import check_memory, check_tensor, dtype_name, shown, wrong
 from ascend_attn_ops._core.torch_private import assert_async
 
 _NAME = "ascend::quantize_attention_inputs"
+_LATENT_NAME, _KEYS_NAME = "ascend::quantize_latent", "ascend::quantize_index_keys"
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _LARGEST = 127.0
 _SMALLEST_SCALE = 2.0**-126
+# A row of a latent cache: 512 numbers of int8 in tiles with a scale each, and a rope of 16 bits.
+_LATENT, _ROPE, _TILE = 512, 64, 128
 # The device uses the upper 19 bits of a float32 that is passed as uint64.
 _UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
 
@@ -142,3 +145,104 @@ def _scale(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype == torch.uint64:
         value = value.view(torch.int32).long().view(torch.uint64)
     return value.reshape(1).to(device)
+
+
+@torch.no_grad()
+def quantize_latent(latent: Tensor, key_rope: Tensor) -> Tensor:
+    """Make the rows of an int8 latent cache, 656 bytes a token.
+
+    Each row has the 512 elements of the latent in int8, the rope as it is, and four float32 scales,
+    one for 128 elements. With a = max(abs(x)) over these, in float32::
+
+        x8 = round(x * (127 * (1 / a))),  scale = a * (1 / 127)
+
+    as npu_dynamic_block_quant has it: ties go to even, and a tile of zeros has the scale 0.
+    :func:`scatter_pa_kv_cache_` writes the rows to a cache (num_blocks, block_size, 1, 656): they
+    are its `key`.
+
+    Args:
+        latent: (..., 512), after its norm; float16, bfloat16 or float32.
+        key_rope: (..., 64), rotated; float16 or bfloat16, the dtype of the queries.
+
+    Returns:
+        The rows, (..., 656), int8.
+
+    Raises:
+        TypeError: not a tensor, or one of another dtype.
+        ValueError: a shape or a device disagrees.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> latent, rope = torch.randn(3, 1, 512), torch.randn(3, 1, 64, dtype=torch.bfloat16)
+        >>> rows = ascend_attn_ops.quantize_latent(latent, rope)
+        >>> rows.shape[-1], torch.equal(rows[..., 512:640].view(torch.bfloat16), rope)
+        (656, True)
+    """
+    _check_rows(_LATENT_NAME, "latent", latent, _DTYPES, _LATENT)
+    _check_rows(_LATENT_NAME, "key_rope", key_rope, _DTYPES[:2], _ROPE)
+    if key_rope.shape[:-1] != latent.shape[:-1]:
+        expected = f"shape {(*latent.shape[:-1], _ROPE)}"
+        raise wrong(ValueError, _LATENT_NAME, "key_rope", expected, str(tuple(key_rope.shape)))
+    if key_rope.device != latent.device:
+        expected = f"device {latent.device} (latent's)"
+        raise wrong(ValueError, _LATENT_NAME, "key_rope", expected, str(key_rope.device))
+    tiles = latent.float().unflatten(-1, (_LATENT // _TILE, _TILE))
+    largest = tiles.abs().amax(-1, keepdim=True)
+    rows = _rounded_to_int8(tiles * (largest.reciprocal() * _LARGEST)).flatten(-2)
+    scales = (largest * (1 / _LARGEST)).squeeze(-1)
+    parts = (rows, *(x.contiguous().view(torch.int8) for x in (key_rope, scales)))
+    return torch.cat(parts, -1)
+
+
+@torch.no_grad()
+def quantize_index_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise the keys, or the queries, of an indexer to int8, with one scale for each row.
+
+    With a = max(abs(x)) over the last axis, in float32::
+
+        x8 = round(x * (127 / a)),  scale = a * (1 / 127)
+
+    as npu_dynamic_quant has it: ties go to even, and a row of zeros has the scale 0. float16 cannot
+    represent scales below 6e-8 either: such a key has the score 0.
+
+    Args:
+        keys: (..., D), rotated by a Hadamard matrix where the model has one; float16, bfloat16 or
+            float32.
+
+    Returns:
+        int8 numbers of the same shape, and float16 scales without the last axis, as
+        :func:`quant_lightning_indexer` takes them.
+
+    Raises:
+        TypeError: not a tensor, or one of another dtype.
+        ValueError: a tensor without axes.
+
+    Example:
+        >>> import torch, ascend_attn_ops
+        >>> keys, scales = ascend_attn_ops.quantize_index_keys(torch.tensor([[1.0, -2.0], [0, 0]]))
+        >>> keys.tolist(), scales.dtype
+        ([[64, -127], [0, 0]], torch.float16)
+    """
+    _check_rows(_KEYS_NAME, "keys", keys, _DTYPES)
+    x = keys.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    scales = (largest * (1 / _LARGEST)).squeeze(-1)
+    return _rounded_to_int8(x * (_LARGEST / largest)), scales.half()
+
+
+def _check_rows(
+    name: str, argument: str, x: Tensor, dtypes: tuple[torch.dtype, ...], size: int | None = None
+) -> None:
+    check_tensor(name, argument, x)
+    if x.dtype not in dtypes:
+        *others, last = (dtype_name(dtype) for dtype in dtypes)
+        expected = f"dtype {', '.join(others)} or {last}"
+        raise wrong(TypeError, name, argument, expected, dtype_name(x.dtype))
+    if not (x.dim() and (x.shape[-1] == size if size else x.shape[-1])):
+        expected = f"shape (..., {size or 'D'})"
+        raise wrong(ValueError, name, argument, expected, str(tuple(x.shape)))
+
+
+def _rounded_to_int8(x: Tensor) -> Tensor:
+    """NaN, as of zeros times an infinite factor, become 0."""
+    return x.nan_to_num(nan=0.0).round().clamp(-128, _LARGEST).to(torch.int8)

@@ -7,6 +7,7 @@ from ascend_attn_ops.ops.fused_infer_attention_score import fused_infer_attentio
 from ascend_attn_ops.ops.lightning_indexer import lightning_indexer, lightning_indexer_grad
 from ascend_attn_ops.ops.lightning_indexer_kl_loss import lightning_indexer_kl_loss
 from ascend_attn_ops.ops.prompt_flash_attention import prompt_flash_attention
+from ascend_attn_ops.ops.quant_lightning_indexer import quant_lightning_indexer
 from ascend_attn_ops.ops.scatter_pa_kv_cache import scatter_pa_kv_cache_
 from ascend_attn_ops.ops.sparse_flash_attention import sparse_flash_attention
 from ascend_attn_ops.ops.sparse_flash_attention_grad import sparse_flash_attention_grad
@@ -28,6 +29,7 @@ __all__ = [
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",
     "prompt_flash_attention",
+    "quant_lightning_indexer",
     "scatter_pa_kv_cache_",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",

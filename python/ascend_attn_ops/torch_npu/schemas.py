@@ -125,6 +125,12 @@ npu::npu_lightning_indexer_grad(Tensor query, Tensor key, Tensor dy, Tensor spar
     Tensor weights, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
     str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807,
     int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor)
+npu::npu_quant_lightning_indexer(Tensor query, Tensor key, Tensor weights,
+    Tensor query_dequant_scale, Tensor key_dequant_scale, int query_quant_mode, int key_quant_mode,
+    *, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
+    Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,
+    int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,
+    int? query_dtype=None, int? key_dtype=None) -> Tensor
 npu::npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index,
     Tensor key_index, Tensor weights, Tensor sparse_indices, Tensor softmax_max, Tensor softmax_sum,
     float scale_value, *, Tensor? query_rope=None, Tensor? key_rope=None,
@@ -162,6 +168,11 @@ _C_ascend::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *,
     Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,
     int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,
     bool return_value=False) -> (Tensor, Tensor)
+_C_ascend::npu_lightning_indexer_quant(Tensor query, Tensor key, Tensor weights,
+    Tensor query_dequant_scale, Tensor key_dequant_scale, *, Tensor? actual_seq_lengths_query=None,
+    Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, int query_quant_mode=0,
+    int key_quant_mode=0, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,
+    int sparse_mode=3) -> Tensor
 _C_ascend::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices,
     float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,
     Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None,

@@ -57,6 +57,16 @@ def indexer(
     )  # fmt: skip
 
 
+def quant_indexer(
+    name: str, layout: str, layout_key: str, block_table: Tensor | None, **options: Any
+) -> Tensor:
+    if layout_key != _PAGED:
+        _check_one_layout(name, "layout_key", layout, layout_key, block_table)
+    return torch.ops.ascend.quant_lightning_indexer(
+        layout=layout, layout_key=layout_key, block_table=block_table, **options
+    )
+
+
 def _check_rope(name: str, query_rope: Tensor | None) -> None:
     """Our operators pass zeros to CANN's functions; torch_npu passes what it is given."""
     if query_rope is None and device_in_force() is not None:

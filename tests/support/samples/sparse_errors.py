@@ -77,7 +77,8 @@ def tensor_rules(
             dtypes = [torch.int32] if x.is_floating_point() else [torch.int16, torch.float32]
             if name != first:
                 yield wrong(**{name: elsewhere})
-                dtypes += [torch.float16, torch.float64] if x.is_floating_point() else []
+                others = {torch.float16, torch.float64} if x.is_floating_point() else set()
+                dtypes += sorted(others - {x.dtype}, key=str)
             error = TypeError if name.startswith("actual_seq_lengths") else ValueError
             for change in (deeper, flatter):
                 yield wrong("", error, **{name: change})
@@ -187,7 +188,7 @@ def table_rules(
 def page_rules(operator: Operator) -> Iterator[WrongCall]:
     """Yields wrong calls with paged keys."""
     lengths = LENGTHS[1]
-    name = "layout_key" if operator.name == "lightning_indexer" else "layout_kv"
+    name = "layout_key" if operator.name.endswith("lightning_indexer") else "layout_kv"
     for case in PAGES:
         wrong = partial(wrong_call, operator, case)
         other = {"BSND": "TND", "TND": "BSND"}[case.layout]
@@ -220,23 +221,28 @@ def page_limit_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCa
 
 
 def size_rules(
-    operator: Operator, device: Any, rules: Iterable[tuple[str, dict[str, Any]]]
-) -> Iterator[WrongCall]:
-    """Yields calls that are good but for the device, from the argument named and the sizes."""
+    operator: Operator, device: Any, rules: Iterable[tuple[str, dict[str, Any]]],
+    of_float32: str = "query: ",
+) -> Iterator[WrongCall]:  # fmt: skip
+    """Yields calls that are good but for the device, from the argument named and the sizes.
+
+    of_float32: the argument that is refused where the sample is one of float32.
+    """
     for argument, sizes in rules:
         case = replace(device, **sizes)
         yield wrong_call(operator, case, f"{argument}: ", id=sizes, limits="A2")
     single = {"change": lambda sample: operator.make(device, torch.float32)}
-    yield wrong_call(operator, device, "query: ", TypeError, limits="A2", **single)
+    yield wrong_call(operator, device, of_float32, TypeError, limits="A2", **single)
     yield wrong_call(operator, device, r"\w+: ", NotImplementedError, limits="310P")
 
 
 def limit_rules(
-    operator: Operator, device: SparseCase, *own: tuple[str, dict[str, Any]]
-) -> Iterator[WrongCall]:
+    operator: Operator, device: SparseCase, *own: tuple[str, dict[str, Any]],
+    of_float32: str = "query: ",
+) -> Iterator[WrongCall]:  # fmt: skip
     """Sizes that are good in themselves."""
     sizes = ({"d": 64}, {"b": 0}, {"s": (0, 5)}, {"s": (5, 0)})
-    return size_rules(operator, device, [*(("query", x) for x in sizes), *own])
+    return size_rules(operator, device, [*(("query", x) for x in sizes), *own], of_float32)
 
 
 def token_rules(operator: Operator, device: SparseCase) -> Iterator[WrongCall]:

@@ -68,10 +68,12 @@ def all_scores(sample: Sample) -> Tensor:
     return scores.scatter(-1, columns, values)[..., :keys]
 
 
-def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
-    """Sets of keys are compared, since rounding may exchange keys of nearly the same score."""
-    indices, values = outputs
-    scores = all_scores(sample)
+def assert_best(indices: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
+    """Check the K best of each row's keys, by scores that may be off by so much; -inf: no key.
+
+    Returns:
+        The columns of the selected keys, one behind the last for padding.
+    """
     k, keys = indices.shape[-1], scores.shape[-1]
     counts = scores.isfinite().sum(-1, keepdim=True).clamp(max=k)
     slots = torch.arange(k).expand(indices.shape)
@@ -83,15 +85,21 @@ def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
     assert times.amax() <= 1 if times.numel() else True, "a key is selected twice"
     chosen = times > 0
     assert scores[chosen].isfinite().all(), "a key is selected that the query may not see"
-
-    # The scores are accumulated in fp32 for the half-precision dtypes too.
-    terms = all_scores(sample.map(lambda x: x.abs() if x.is_floating_point() else x))
-    allowed = OF_TERMS[wide(sample.inputs["query"].dtype)] * magnitude(terms) + VANISHING
     lowest = torch.where(chosen, scores + allowed, torch.inf)
     highest = torch.where(chosen, -torch.inf, scores - allowed)
     if keys > 0:
         assert (highest.amax(-1) <= lowest.amin(-1)).all(), "a higher score is left out"
+    return columns
 
+
+def assert_same_selection(sample: Sample, outputs: Outputs) -> None:
+    """Sets of keys are compared, since rounding may exchange keys of nearly the same score."""
+    indices, values = outputs
+    scores = all_scores(sample)
+    # The scores are accumulated in fp32 for the half-precision dtypes too.
+    terms = all_scores(sample.map(lambda x: x.abs() if x.is_floating_point() else x))
+    allowed = OF_TERMS[wide(sample.inputs["query"].dtype)] * magnitude(terms) + VANISHING
+    columns = assert_best(indices, scores, allowed)
     if not sample.options["return_values"]:
         assert values.shape == (0,)
         return

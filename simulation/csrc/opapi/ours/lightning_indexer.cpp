@@ -19,27 +19,7 @@ at::Tensor written_gradient(const Call& call, std::string_view name, const at::T
                            name == "dkOut" ? "actualSeqKvLenOptional" : "actualSeqQLenOptional");
 }
 
-const KernelFault kFaultOfSelection{
-    Harm::bounds, [](const Call& call) -> std::string {
-      const auto rows = call.get<TensorView>("query").sizes.at(0);
-      const bool packed = call.is_tnd("layoutQueryOptional");
-      if (!packed || rows == 0) {
-        return {};
-      }
-      const auto queries =
-          SequenceLengths{"query", "actualSeqLengthsQueryOptional", packed}.of(call);
-      const bool in_pages = call.get<std::string>("layoutKeyOptional") == "PA_BSND";
-      const auto keys =
-          SequenceLengths{"key", "actualSeqLengthsKeyOptional", packed, in_pages}.of(call);
-      for (size_t b = 0; b < queries.size(); ++b) {
-        if (queries[b] > 0 && keys.at(b) > 0) {
-          return {};
-        }
-      }
-      return queries.size() < 2 ? ""
-                                : c10::str("no sequence has queries and keys: the device writes ",
-                                           queries.size() * rows, " rows into outputs of ", rows);
-    }};
+const KernelFault kFaultOfSelection{Harm::bounds, pack_without_pairs};
 
 const KernelFault kManyIndices{
     Harm::bounds, [](const Call& call) -> std::string {

@@ -18,6 +18,26 @@ std::vector<int64_t> SequenceLengths::of(const Call& call) const {
   return result;
 }
 
+std::string pack_without_pairs(const Call& call) {
+  const auto rows = call.get<TensorView>("query").sizes.at(0);
+  const bool packed = call.is_tnd("layoutQueryOptional");
+  if (!packed || rows == 0) {
+    return {};
+  }
+  const auto queries = SequenceLengths{"query", "actualSeqLengthsQueryOptional", packed}.of(call);
+  const bool in_pages = call.get<std::string>("layoutKeyOptional") == "PA_BSND";
+  const auto keys =
+      SequenceLengths{"key", "actualSeqLengthsKeyOptional", packed, in_pages}.of(call);
+  for (size_t b = 0; b < queries.size(); ++b) {
+    if (queries[b] > 0 && keys.at(b) > 0) {
+      return {};
+    }
+  }
+  return queries.size() < 2 ? ""
+                            : c10::str("no sequence has queries and keys: the device writes ",
+                                       queries.size() * rows, " rows into outputs of ", rows);
+}
+
 size_t SparseRow::leading() const { return std::ranges::find(slots, -1) - slots.begin(); }
 
 std::string SparseRow::text(std::string_view what, size_t slot) const {

@@ -22,6 +22,10 @@ struct SequenceLengths {
   std::vector<int64_t> of(const Call& call) const;
 };
 
+// Describes the fault of the kernels of indexers in a pack of which no sequence has both queries
+// and keys; empty if the call is none.
+std::string pack_without_pairs(const Call& call);
+
 struct SparseRow {
   int64_t number;   // among all rows
   int64_t visible;  // keys, from the first of the sequence
