@@ -1,7 +1,7 @@
 // Autocast: an operator casts its floating-point tensors to the dtype of the region, as
 // scaled_dot_product_attention does. Without autocast the dispatcher never comes here.
 //
-// attention_update, which merges results in float32, the indexer of int8 and what writes to a cache
+// attention_update, which merges results in float32, what reads int8 and what writes to a cache
 // stay as they are.
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -6,6 +6,7 @@
 #include "ops/attention_update.h"
 #include "ops/flash_attention_score.h"
 #include "ops/fused_infer_attention_score.h"
+#include "ops/kv_quant_sparse_flash_attention.h"
 #include "ops/lightning_indexer.h"
 #include "ops/prompt_flash_attention.h"
 #include "ops/quant_lightning_indexer.h"
@@ -28,10 +29,10 @@ struct OperatorList {
 
 using Operators =
     OperatorList<LightningIndexer, LightningIndexerGrad, QuantLightningIndexer,
-                 SparseFlashAttention, SparseFlashAttentionGrad, SparseFlashMla, SparseFlashMlaGrad,
-                 SparseLightningIndexerGradKLLoss, SparseLightningIndexerKLLossGrad,
-                 FlashAttentionScore, FlashAttentionScoreGrad, ScatterPaKvCache,
-                 PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
+                 SparseFlashAttention, SparseFlashAttentionGrad, KvQuantSparseFlashAttention,
+                 SparseFlashMla, SparseFlashMlaGrad, SparseLightningIndexerGradKLLoss,
+                 SparseLightningIndexerKLLossGrad, FlashAttentionScore, FlashAttentionScoreGrad,
+                 ScatterPaKvCache, PromptFlashAttention, FusedInferAttentionScore, AttentionUpdate>;
 
 // Operators that only autograd calls.
 using PrivateOperators = OperatorList<FlashAttentionScoreExtendedGrad, AttentionUpdateGrad>;

@@ -31,7 +31,8 @@ const OperatorLimits QuantLightningIndexer::limits{
      kNextTokens},
     {kNotEmpty, kHalfWeights, kHalfQueryScale, kHalfKeyScale}};
 
-QuantLightningIndexer::Outputs QuantLightningIndexer::check_and_allocate() const {
+QuantLightningIndexer::Outputs QuantLightningIndexer::check_and_allocate(
+    OutputSource outputs) const {
   const SparseRules rules(limits, layout, {"query", query}, {"key", key}, &pages, {.int8 = true});
   rules.check_weights({"weights", weights}, rules.heads());
   rules.check_weights({"query_dequant_scale", query_dequant_scale}, rules.heads());
@@ -52,7 +53,7 @@ QuantLightningIndexer::Outputs QuantLightningIndexer::check_and_allocate() const
     const auto dtype = tensor->scalar_type();
     device_limits.rule(rule, dtype == at::kHalf, dtype_name(dtype));
   }
-  return {new_tensor(rules.selection_sizes(sparse_count), query.options().dtype(at::kInt))};
+  return {outputs.tensor(rules.selection_sizes(sparse_count), query.options().dtype(at::kInt))};
 }
 
 }  // namespace ascend_attn

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "dispatch/arguments.h"
+#include "dispatch/outputs.h"
 #include "ops/key_pages.h"
 
 namespace ascend_attn {
@@ -22,6 +23,7 @@ struct QuantLightningIndexer {
       "int query_quant_mode=0, int key_quant_mode=0) -> Tensor sparse_indices";
   static constexpr std::array functions{"aclnnQuantLightningIndexer"};
   static const OperatorLimits limits;
+  static constexpr bool has_out_overload = true;
   static constexpr const char* no_gradient =
       "this is an operator for inference; lightning_indexer trains";
   using Outputs = std::tuple<at::Tensor>;
@@ -34,7 +36,7 @@ struct QuantLightningIndexer {
   KeyPages pages;
   int64_t query_quant_mode, key_quant_mode;
 
-  Outputs check_and_allocate() const;
+  Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;
 };
 

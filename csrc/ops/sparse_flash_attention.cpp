@@ -7,13 +7,10 @@
 namespace ascend_attn {
 namespace {
 
-constexpr Limit kAttentionHeads{
-    "N1", "query heads", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}, kA2A3};
 // The device takes 2 and 4 as well, and computes rows wrong whose keys end within such a block.
 constexpr Limit kBlockSize{
     "sparse_block_size", "keys per block", {.one_of = {1, 8, 16, 32, 64, 128}}, kA2A3};
 constexpr Limit kBlockSizeOf950{"sparse_block_size", "keys per block", {.one_of = {1}}, k950};
-constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
 constexpr Rule kWholePages{"sparse_block_size", "a divisor of block_size"};
 // With fewer, the kernel of the gradient copies beyond a core's memory.
 constexpr Rule kSelectionOfLargestBlocks{"sparse_indices",

@@ -46,8 +46,12 @@ SparseRules::SparseRules(const OperatorLimits& limits, const LayoutArgument& lay
   heads_ = query.tensor.sym_size(-2);
   head_size_ = query.tensor.sym_size(-1);
   check_same_device(key);
-  check_same_dtype(key);
-  check_like_key(key, head_size_);
+  if (names_.bytes_of_row) {
+    check_dtype(op_, key, at::kChar);
+  } else {
+    check_same_dtype(key);
+  }
+  check_like_key(key, names_.bytes_of_row.value_or(head_size_));
 
   check_not_empty(query.tensor.sym_size(0));
   check_not_empty(query.tensor.sym_size(-3));

@@ -32,8 +32,11 @@ inline constexpr Limit kNextTokens{
     "next_tokens", "later keys that a query sees", {.one_of = {INT64_MAX}}};
 inline constexpr Limit kPageSize{
     "block_size", "rows per block of the cache", {.min = 16, .max = 1024, .multiple_of = 16}};
+inline constexpr Limit kAttentionHeads{
+    "N1", "query heads", {.one_of = {1, 2, 4, 8, 16, 32, 64, 128}}, kA2A3};
 inline constexpr Rule kNotEmpty{"query",
                                 "at least one sequence, one query token and one key token"};
+inline constexpr Rule kSelection{"sparse_indices", "at least one key or block per token"};
 // For weights, which are float32 elsewhere, too.
 constexpr Rule weights_like_query(Devices devices) {
   return {"weights", "query's dtype", devices, Violation::type};
@@ -42,13 +45,15 @@ constexpr Rule weights_like_query(Devices devices) {
 // Half-precision inputs on A2 and A3, and with CANN 9.1 on Ascend 950.
 std::vector<Dtypes> sparse_dtypes();
 
-// How an operator names the arguments of keys.
+// How an operator names the arguments of keys, and what differs in these.
 struct KeyNames {
   std::string_view layout = "layout_key";
   std::string_view table = "block_table";
   std::string_view lengths = "actual_seq_lengths_key";
   bool may_be_empty = false;  // within the limits of a device, too, which gets no such call
   bool int8 = false;          // query and key are quantised
+  // For keys in int8. Rows of others have query's dtype and size.
+  std::optional<c10::SymInt> bytes_of_row = std::nullopt;
 };
 
 // Checks one call of a sparse operator. Every method raises on the first violated rule.

@@ -19,7 +19,7 @@ DEFAULT = SOC_OF_PRODUCT["A2"]
 _INDEXER_GRAD = ("aclnnLightningIndexerGrad",)
 _SPARSE = (
     "aclnnSparseFlashAttention", "aclnnSparseFlashAttentionGrad", "aclnnLightningIndexer",
-    *_INDEXER_GRAD, "aclnnSparseLightningIndexerGradKLLoss",
+    *_INDEXER_GRAD, "aclnnSparseLightningIndexerGradKLLoss", "aclnnKvQuantSparseFlashAttention",
 )  # fmt: skip
 
 # Dense attention with sinks or ropes: of A2 and A3, and of Ascend 950.

@@ -226,6 +226,10 @@ static torch::jit::Stack fast_gelu(const cann_sim::Call& call) {
 }
 CANN_SIM_FUNCTION(aclnnFastGelu, {.compute = fast_gelu}, cann_sim::input("self"),
                   cann_sim::output("out"))
+
+// vLLM-Ascend's package has a function of CANN's name, with other arguments.
+extern "C" int aclnnKvQuantSparseFlashAttentionGetWorkspaceSize() { return 161002; }
+extern "C" int aclnnKvQuantSparseFlashAttention() { return 161002; }
 """
 
 
@@ -256,11 +260,23 @@ def test_a_function_of_the_user(tmp_path: Path) -> None:
             torch_npu.npu_fast_gelu(torch.ones(0).npu())
         except RuntimeError as error:
             print(error)
+        from ascend_attn_check.samples import OPERATORS
+
+        operator = OPERATORS["kv_quant_sparse_flash_attention"]
+        sample = next(x for x in operator.recipes if x.on_device).make(torch.bfloat16)
+        on_npu = sample.to("npu")
+        out, expected = (x.call(torch.ops.ascend)[0].cpu() for x in (on_npu, sample))
+        print("CANN's own:", torch.equal(out, expected))
+        try:
+            operator.torch_npu(on_npu.arguments)
+        except RuntimeError as error:
+            print("torch_npu calls the other:", "161002" in str(error))
     """
     calls = tmp_path / "calls.jsonl"
     options = ["--task-queue", "0", "--calls", str(calls), write(tmp_path / "script.py", script)]
     ran = run("-m", "cann_simulator", *options, ASCEND_CUSTOM_OPP_PATH=str(tmp_path))
     assert ran.stdout.startswith("True"), ran.stderr
     assert "aclnnFastGelu: nothing today" in ran.stdout
+    assert "CANN's own: True\ntorch_npu calls the other: True\n" in ran.stdout, ran.stderr
     call = json.loads(calls.read_text().splitlines()[0])
     assert (call["function"], call["arguments"]["self"]["sizes"]) == ("aclnnFastGelu", [6, 4])

@@ -9,6 +9,7 @@ import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.arguments import is_number
 from ascend_attn_ops._core.sparse_modes import COMPRESSED_MODES, compressed_mask
+from ascend_attn_ops.reference.operators.kv_quant_sparse_flash_attention import numbers_of
 from support.samples import Operator, Sample, bytes_of
 from torch import Tensor
 
@@ -37,11 +38,23 @@ def _moderate(operator: Operator, arguments: dict[str, Any]) -> bool:
     return True
 
 
+def _in_bytes(arguments: dict[str, Any]) -> list[Tensor]:
+    """The ropes and scales of a latent cache in int8, which views of its bytes may change."""
+    if "rope_head_dim" not in arguments:
+        return []
+    query, key, rope = arguments["query"], arguments["key"], int(arguments["rope_head_dim"])
+    size = query.shape[-1] - rope
+    ends = size, size + rope * query.itemsize
+    ropes, scales = key.detach().tensor_split(ends, -1)[1:]
+    return [numbers_of(ropes, query.dtype), numbers_of(scales, torch.float32)]
+
+
 def _plain(arguments: dict[str, Any]) -> bool:
     """Whether the reference can compute it: real tensors, few elements, finite numbers."""
-    for x in tensors_in(arguments):
-        if not has_memory(x):
-            return False
+    tensors = list(tensors_in(arguments))
+    if not all(map(has_memory, tensors)):
+        return False
+    for x in (*tensors, *_in_bytes(arguments)):
         if x.numel() > _MOST_ELEMENTS and x.dtype not in (torch.bool, torch.uint8):
             return False
         if x.dtype == torch.uint64:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from ascend_attn_check.samples import (
+    kv_quant_sparse_flash_attention,
     lightning_indexer,
     quant_lightning_indexer,
     randomness,
@@ -143,6 +144,12 @@ def forward_of(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
     if not case.absorbed:
         sample = draw.scaled(sample, ("value",), random)
     sample = with_expanded(sample, (*expanded(case), "query_rope"), random)
+    return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
+
+
+def over_int8(random: Random, case: Fuzzed, dtype: torch.dtype) -> Sample:
+    sample = kv_quant_sparse_flash_attention.build(case, dtype)
+    sample = draw.scaled(with_expanded(sample, ("query",), random), ("query",), random)
     return sample.replace(scale_value=draw.scale_value(random, sample.options["scale_value"]))
 
 
@@ -297,7 +304,9 @@ def loss_gradient(random: Random, empty: bool = False) -> str:
 
 _MLA = partial(attention, draw_case=mla_case, call=mla_call)
 _INT8_INDEXER = partial(indexer, build=quant_lightning_indexer.build)
+_INT8 = partial(attention, call=over_int8)
 _OPERATORS: dict[str, Callable[..., str]] = {
+    "kv_quant_sparse_flash_attention": _INT8,
     "lightning_indexer": indexer,
     "lightning_indexer_grad": indexer_gradient,
     "quant_lightning_indexer": _INT8_INDEXER,
@@ -316,6 +325,7 @@ CASES: dict[str, Case] = {
     "valid/paged/lightning_indexer": partial(indexer, paged=True),
     "valid/paged/quant_lightning_indexer": partial(_INT8_INDEXER, paged=True),
     "valid/paged/sparse_flash_attention": partial(attention, paged=True),
+    "valid/paged/kv_quant_sparse_flash_attention": partial(_INT8, paged=True),
     "valid/paged/sparse_flash_mla": partial(_MLA, paged=True),
     "valid/empty/paged/sparse_flash_mla": partial(_MLA, paged=True, empty=True),
     "valid/compressed/lightning_indexer": partial(indexer, in_windows=True),

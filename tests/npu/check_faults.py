@@ -113,6 +113,7 @@ FA, FAG = "aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2"
 PACK, PACKG = "aclnnFlashAttentionVarLenScoreV2", "aclnnFlashAttentionUnpaddingScoreGradV2"
 LI, LIG = "aclnnLightningIndexer", "aclnnLightningIndexerGrad"
 SFA, SFAG = "aclnnSparseFlashAttention", "aclnnSparseFlashAttentionGrad"
+QLI, QSFA = "aclnnQuantLightningIndexer", "aclnnKvQuantSparseFlashAttention"
 KL = "aclnnSparseLightningIndexerGradKLLoss"
 PFA, SCATTER, UPDATE = (
     "aclnnPromptFlashAttentionV3", "aclnnScatterPaKvCache", "aclnnAttentionUpdate"
@@ -131,6 +132,8 @@ LINES = {
     LIG: "numbers/lightning_indexer_grad-*K1024*bfloat16",
     SFA: "numbers/sparse_flash_attention-*K1024*bfloat16",
     SFAG: "numbers/sparse_flash_attention_grad-*K1024*bfloat16",
+    QLI: "numbers/quant_lightning_indexer-*K1024*",
+    QSFA: "numbers/kv_quant_sparse_flash_attention-*K1024*bfloat16",
     KL: "numbers/sparse_lightning_indexer_grad_kl_loss-*K1024*bfloat16",
     MLA: "numbers/sparse_flash_mla-*K512*bfloat16",
     MLAG: "numbers/sparse_flash_mla_grad-*K512*bfloat16",
@@ -190,6 +193,11 @@ FAULTS = [
     Fault("a gradient of the ropes", SFAG, tensors(dQueryRopeOutOptional="unwritten")),
     Fault("a sparse gradient through autograd", SFAG, tensors(dQueryOut="infinite"),
           AUTOGRAD.format("sparse_flash_attention-*K1024")),
+    Fault("the next int8 key selected", QLI, tensors(sparseIndicesOut="next key")),
+    Fault("the causal edge of int8 keys lost", QLI, numbers(sparseMode=lambda x: 0)),
+    Fault("attention to int8 keys with another scale", QSFA, numbers(scaleValue=lambda x: 1.1 * x)),
+    Fault("a row of attention to int8 keys left unwritten", QSFA,
+          tensors(attentionOut="row unwritten")),
     Fault("another loss", KL, tensors(loss="scaled")),
     Fault("the loss's gradient of the key", KL, tensors(dKeyIndex="unwritten")),
     Fault("the loss's gradient of the weights", KL, tensors(dWeights="unwritten")),

@@ -68,24 +68,15 @@ V4 = ("ScoreV4", "ScoreGradV4")
 BEFORE_9_1 = dict(zip((V3[1], V5[1]), (V2[1], V2_PACKED[1]), strict=True))
 # By product: what is launched for a call and for its gradient.
 LAUNCHED: list[tuple[FlashCase, torch.dtype, tuple[str, str], tuple[str, str]]] = [
-    (SINK, HALF, V3, V4),
-    (SINK, BF16, V3, V4),
-    (SINK, FLOAT, V2, V2),
-    (PACKED_SINK, BF16, V5, V4),
-    (PACKED_SINK, FLOAT, V2_PACKED, V2_PACKED),
-    (ROPES, BF16, V5, V2_PACKED),
-    (ROPES, HALF, V2_PACKED, V2_PACKED),
-    (BOTH, BF16, V5, V4),
-    (BOTH, HALF, V5, V4),
-    (replace(ROPES, mode=None), BF16, V2_PACKED, V2_PACKED),
-    (replace(ROPES, mode=6, prefix=(4, 5)), BF16, V2_PACKED, V2_PACKED),
-    (replace(ROPES, d=(32, 16)), BF16, V2_PACKED, V2_PACKED),
-    (replace(ROPES, d=(40, 40)), BF16, V2_PACKED, V2_PACKED),
-    (replace(ROPES, rope=40), BF16, V2_PACKED, V2_PACKED),
-    (replace(ROPES, pse="full"), BF16, V2_PACKED, V2_PACKED),
-    (replace(ROPES, keep_prob=0.5), BF16, V2_PACKED, V2_PACKED),
-    (ROPES_OF_950, BF16, V2, V4),
-    (JOINED, BF16, V2, V2),
+    (SINK, HALF, V3, V4), (SINK, BF16, V3, V4), (SINK, FLOAT, V2, V2),
+    (PACKED_SINK, BF16, V5, V4), (PACKED_SINK, FLOAT, V2_PACKED, V2_PACKED),
+    (ROPES, BF16, V5, V2_PACKED), (ROPES, HALF, V2_PACKED, V2_PACKED),
+    (BOTH, BF16, V5, V4), (BOTH, HALF, V5, V4),
+    *((replace(ROPES, **x), BF16, V2_PACKED, V2_PACKED) for x in (
+        {"mode": None}, {"mode": 6, "prefix": (4, 5)}, {"d": (32, 16)}, {"d": (40, 40)},
+        {"rope": 40}, {"pse": "full"}, {"keep_prob": 0.5},
+    )),
+    (ROPES_OF_950, BF16, V2, V4), (JOINED, BF16, V2, V2),
     (replace(JOINED, sink=True), BF16, V3, V4),
     # CANN's host code refuses the gradient of these sizes in this layout, with or without a sink.
     (WIDE, BF16, ("ScoreV3", "ScoreGradV2"), V4),

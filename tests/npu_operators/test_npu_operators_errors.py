@@ -39,13 +39,18 @@ SPARSE_GRAD = {
     **SPARSE, "d_out": SPARSE["query"], "out": SPARSE["query"], "sparse_block_size": 1,
     "softmax_max": torch.zeros(1, 1, 3, 16), "softmax_sum": torch.ones(1, 1, 3, 16),
 }  # fmt: skip
+INT8 = {
+    **{x: SPARSE[x] for x in ("sparse_indices", "scale_value", "attention_mode")},
+    **dict.fromkeys(("key", "value"), torch.zeros(1, 3, 1, 656, dtype=torch.int8)),
+    "query": bf16(1, 3, 16, 576), "key_quant_mode": 2, "value_quant_mode": 2,
+}  # fmt: skip
 INDEXER = {"query": bf16(1, 3, 8, 128), "key": bf16(1, 3, 1, 128), "weights": bf16(1, 3, 8)}
 INDEXER_GRAD = {
     **INDEXER, "dy": bf16(1, 3, 1, 4), "sparse_indices": torch.zeros(1, 3, 1, 4, dtype=torch.int32)
 }  # fmt: skip
-INT8 = torch.zeros(1, 3, 64, 128, dtype=torch.int8)
+BYTES = torch.zeros(1, 3, 64, 128, dtype=torch.int8)
 INT8_INDEXER = {
-    "query": INT8, "key": INT8[:, :, :1], "weights": torch.ones(1, 3, 64).half(),
+    "query": BYTES, "key": BYTES[:, :, :1], "weights": torch.ones(1, 3, 64).half(),
     "query_dequant_scale": torch.ones(1, 3, 64).half(), "query_quant_mode": 0, "key_quant_mode": 0,
     "key_dequant_scale": torch.ones(1, 3, 1).half(),
 }  # fmt: skip
@@ -77,12 +82,8 @@ CANN = "cann_ops_transformer::"
 
 # A call of every operator that takes more than it follows, of torch_npu unless it says another.
 CALLS: dict[str, dict[str, Any]] = {
-    "npu_fusion_attention": FUSION,
-    "npu_fusion_attention_v2": FUSION,
-    "npu_fusion_attention_v3": FUSION,
-    "npu_fusion_attention_grad": FUSION_GRAD,
-    "npu_fusion_attention_grad_v2": FUSION_GRAD,
-    "npu_fusion_attention_grad_v3": FUSION_GRAD,
+    **{f"npu_fusion_attention{x}": FUSION for x in ("", "_v2", "_v3")},
+    **{f"npu_fusion_attention_grad{x}": FUSION_GRAD for x in ("", "_v2", "_v3")},
     "npu_prompt_flash_attention": INFERENCE,
     "npu_incre_flash_attention": STEP,
     "npu_fused_infer_attention_score": INFERENCE,
@@ -90,6 +91,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "npu_fused_infer_attention_score.out": {**INFERENCE, "out": [QUERY, QUERY]},
     "npu_fused_infer_attention_score_v2.out": {**INFERENCE_2, "out": [QUERY, QUERY]},
     "npu_sparse_flash_attention": SPARSE,
+    "npu_kv_quant_sparse_flash_attention": INT8,
+    "_C_ascend::npu_kv_quant_sparse_flash_attention": INT8,
     "npu_quant_lightning_indexer": INT8_INDEXER,
     "npu_sparse_lightning_indexer_grad_kl_loss": LOSS,
     "npu_rotary_mul": ROTARY,
@@ -100,13 +103,9 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 # Arguments of these types, with a value that is not the default.
 ANOTHER: dict[str, Any] = {
-    "Optional[Tensor]": torch.ones(1),
-    "int": 3,
-    "Optional[int]": 3,
-    "bool": True,
-    "str": "TND",
+    "Optional[Tensor]": torch.ones(1), "int": 3, "Optional[int]": 3, "bool": True, "str": "TND",
     "Optional[List[int]]": [1],
-}
+}  # fmt: skip
 
 
 def qualified(name: str) -> str:
@@ -205,6 +204,10 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = 
      "layout_kv: expected layout_q, BSND, got 'TND'"),
     ("npu_sparse_flash_attention", SPARSE, {"attention_mode": 0}, NotImplementedError,
      "attention_mode: expected 2, got 0"),
+    ("npu_kv_quant_sparse_flash_attention", INT8, {"attention_mode": 0}, NotImplementedError,
+     "attention_mode: expected 2, got 0"),
+    ("_C_ascend::npu_kv_quant_sparse_flash_attention", INT8, {"return_softmax_lse": True},
+     NotImplementedError, "return_softmax_lse: expected False, got True"),
     ("npu_sparse_flash_attention", SPARSE, {"value": None}, NotImplementedError, "value: expected"),
     ("npu_sparse_flash_attention", SPARSE, {"layout_kv": "TND"}, NotImplementedError,
      "layout_kv: expected PA_BSND or layout_query, BSND, got 'TND'"),

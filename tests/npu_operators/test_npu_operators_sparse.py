@@ -66,25 +66,34 @@ def test_attention_and_its_gradients() -> None:
     assert_close((d_query, d_key + d_value, d_query_rope, d_key_rope), gradients)
 
 
-INT8 = OPERATORS["quant_lightning_indexer"]
+# The name of an operator for int8 in vLLM-Ascend, and of its layout of the keys.
+OF_VLLM = {
+    "quant_lightning_indexer": ("npu_lightning_indexer_quant", "layout_key"),
+    "kv_quant_sparse_flash_attention": ("npu_kv_quant_sparse_flash_attention", "layout_kv"),
+}
 OTHERS = [*OPERATORS["lightning_indexer"].recipes, *OPERATORS["sparse_flash_attention"].recipes]
 PAGED = [x for x in OTHERS if x.case.page and x.case.ratio == 1]
+OF_INT8 = [x for name in OF_VLLM for x in OPERATORS[name].recipes]
 
 
-@pytest.mark.parametrize("recipe", [*PAGED, *INT8.recipes], ids=lambda x: x.id)
+@pytest.mark.parametrize("recipe", [*PAGED, *OF_INT8], ids=lambda x: x.id)
 def test_pages_and_int8(recipe: Recipe) -> None:
     """As by this library's names."""
     sample = recipe.make(torch.bfloat16)
     defaults = {x.name: x.default_value for x in recipe.operator.overload._schema.arguments}
     given = {**defaults, **sample.arguments, "return_softmax_lse": False}
-    outputs = as_tuple(recipe.operator.torch_npu(given))  # type: ignore[misc]
-    assert_same_bits(outputs[:1], sample.call(torch.ops.ascend)[:1])
-    assert [x.shape for x in outputs[1:]] == [(0,)] * len(outputs[1:])  # not asked for
-    if recipe.operator is INT8:
-        others = {name: x for name, x in sample.arguments.items() if name != "layout"}
-        layout = sample.options["layout"]
-        others |= {"layout_query": layout, "layout_key": others.get("layout_key", layout)}
-        assert torch.ops._C_ascend.npu_lightning_indexer_quant(**others).equal(outputs[0])
+    out, *others = as_tuple(recipe.operator.torch_npu(given))  # type: ignore[misc]
+    assert_same_bits([out], sample.call(torch.ops.ascend)[:1])
+    if recipe.operator.name in OF_VLLM:
+        name, layout_of_keys = OF_VLLM[recipe.operator.name]
+        given = {**sample.arguments, "layout_query": sample.options["layout"]}
+        given.setdefault(layout_of_keys, given.pop("layout"))
+        if layout_of_keys == "layout_kv":
+            given["actual_seq_lengths_kv"] = given.pop("actual_seq_lengths_key", None)
+            given |= {"key_quant_mode": 2, "value_quant_mode": 2}
+        of_vllm, *others = as_tuple(getattr(torch.ops._C_ascend, name)(**given))
+        assert of_vllm.equal(out)
+    assert all(x.shape == (0,) for x in others)  # not asked for
 
 
 def test_indexer_and_its_gradients() -> None:

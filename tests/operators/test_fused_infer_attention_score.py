@@ -117,28 +117,6 @@ def test_pages_behind_a_band_are_not_read() -> None:
         ops.fused_infer_attention_score(query, *pages, **call)
 
 
-@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
-def test_layouts_agree(layout: str) -> None:
-    query, key, value = tensors(6, 9)
-
-    def of(x: Tensor) -> Tensor:
-        x = x if layout == "BNSD" else x.transpose(1, 2)
-        return x.flatten(2) if layout == "BSH" else x
-
-    out, lse = attend(query, key, value)
-    outputs = {
-        layout: of(out), f"{layout}_BNSD": out, f"{layout}_BSND": out.transpose(1, 2),
-        f"{layout}_NBSD": out.transpose(0, 1),
-    }  # fmt: skip
-    for name, expected in outputs.items():
-        if name in ("BSH_BSND", "BSND_BSND", "BNSD_BNSD"):
-            continue
-        with ops.limits(None):
-            actual = attend(*map(of, (query, key, value)), layout=name)
-        assert torch.equal(actual[0], expected)
-        assert torch.equal(actual[1], lse)
-
-
 @pytest.mark.parametrize("sink", [None, torch.tensor([-1.0, 0.0, 3.0, -torch.inf])])
 def test_dead_rows(sink: Tensor | None) -> None:
     """They are 0; their lse is that of no key, or the sink, but where they are no rows."""
@@ -160,15 +138,6 @@ def test_dead_rows(sink: Tensor | None) -> None:
     assert torch.equal(lse[padding], torch.full((4, N), -torch.inf))
 
 
-def test_the_mask_of_a_single_query_has_two_axes_by_batch() -> None:
-    query, key, value = tensors(1, 9)
-    mask = torch.rand(3, 9) < 0.4
-    assert_same_bits(
-        attend(query, key, value, atten_mask=mask),
-        attend(query, key, value, atten_mask=mask[:, None, None]),
-    )
-
-
 def test_the_function_builds_the_compressed_mask_and_the_scale() -> None:
     query, key, value = tensors(6, 9)
     mask = compressed_mask(3, torch.device("cpu"))
@@ -180,12 +149,6 @@ def test_the_function_builds_the_compressed_mask_and_the_scale() -> None:
     ends = {"actual_seq_lengths_query": [6, 12, 18], "actual_seq_lengths_key": [9, 18, 27]}
     out, _ = attend(*packed, layout="NTD_TND", **ends)
     assert torch.equal(out.unflatten(0, (3, 6)).transpose(1, 2), attend(query, key, value)[0])
-
-
-def test_no_lse_unless_it_is_asked_for() -> None:
-    outputs = attend(*tensors(2, 3), return_softmax_lse=False)
-    assert outputs[1].shape == (0,)
-    assert outputs[1].dtype == torch.float32
 
 
 def test_the_cache_is_not_copied() -> None:

@@ -168,8 +168,12 @@ def test_a_normalizer_that_would_round_to_zero() -> None:
     assert normalized(torch.zeros((), dtype=torch.float64), 1e-300) == 0
 
 
-def test_normalizer_is_read_on_its_device() -> None:
+def test_nothing_waits_for_the_device() -> None:
     """A meta tensor has no value: an operation that waited for the device would fail."""
+    for case in (CMP_BSND, CMP_TND):
+        sample = build(case, torch.bfloat16).to("meta")
+        for options in ({"reduction": "mean"}, {"normalize_target": True}):
+            assert loss_of(sample, **options).is_meta
     sample = sample_of(BSND).to("meta")
     weight, normalizer = torch.ones(2, 6, device="meta"), torch.ones((), device="meta")
     assert loss_of(sample, token_weight=weight, normalizer=normalizer).is_meta
@@ -319,14 +323,6 @@ def test_second_derivatives_are_refused() -> None:
     leaf = build(CMP_BSND, torch.float64).requires_grad(TRAINED)
     with pytest.raises(NotImplementedError, match="gradient: expected a first derivative"):
         torch.autograd.grad(loss_of(leaf), leaf.inputs["weights"], create_graph=True)
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """A meta tensor has no value."""
-    for case in (CMP_BSND, CMP_TND):
-        sample = build(case, torch.bfloat16).to("meta")
-        for options in ({"reduction": "mean"}, {"normalize_target": True}):
-            assert loss_of(sample, **options).is_meta
 
 
 @each_compressed

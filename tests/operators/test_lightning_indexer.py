@@ -8,7 +8,7 @@ from typing import Any
 import ascend_attn_ops as ops
 import pytest
 import torch
-from ascend_attn_check.samples.lightning_indexer import LIGHTNING_INDEXER
+from ascend_attn_check.samples.lightning_indexer import CASES, LIGHTNING_INDEXER
 from ascend_attn_ops import reference
 from support.samples import OPERATORS, Recipe, Sample
 from support.tolerance import assert_same_bits
@@ -34,9 +34,25 @@ def select(scores: list[float], count: int, dtype: torch.dtype = torch.float32) 
     return indices.flatten().tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_scores_descend(dtype: torch.dtype) -> None:
+    assert select([0.5, -3, 2, 1, -0.25], 5, dtype) == [2, 3, 0, 4, 1]
+    assert select([0.5, -3, 2, 1, -0.25], 3, dtype) == [2, 3, 0]
+    assert select([0.5, -3, 2], 5, dtype) == [2, 0, 1, -1, -1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_minus_zero_is_zero(dtype: torch.dtype) -> None:
-    assert select([0.0, -0.0] * 150, 299, dtype) == list(range(299))
+@pytest.mark.parametrize("count", [1, 2, 100, 299, 300])
+def test_equal_scores_keep_the_lower_index_first(dtype: torch.dtype, count: int) -> None:
+    assert select([1.0] * 300, count, dtype) == list(range(count))
+    # Minus zero is zero.
+    assert select([0.0, -0.0] * 150, count, dtype) == list(range(count))
+
+
+def test_many_ties_against_a_stable_sort() -> None:
+    scores = torch.randint(-4, 5, (1000,), generator=torch.Generator().manual_seed(0)).float()
+    expected = scores.sort(descending=True, stable=True).indices[:700].tolist()
+    assert select(scores.tolist(), 700) == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -69,6 +85,14 @@ def test_the_derivative_of_relu_at_0_is_0(dtype: torch.dtype) -> None:
         query, key, one[None], torch.zeros(1, 1, 1, 1, dtype=torch.int32), one, sparse_mode=0
     ):
         assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_empty_unless_asked_for(dtype: torch.dtype) -> None:
+    sample = LIGHTNING_INDEXER.recipes[0].make(dtype).replace(return_values=False)
+    indices, values = sample.call(torch.ops.ascend)
+    assert (values.shape, values.dtype) == ((0,), dtype)
+    assert torch.equal(indices, sample.replace(return_values=True).call(torch.ops.ascend)[0])
 
 
 # Keys that each stand for several tokens, also in the gradients of the loss.
@@ -118,6 +142,12 @@ def test_none_is_the_residual_of_the_queries(queries: int, keys: int) -> None:
     assert_same_bits(selected(queries, keys, 4, return_values=True), expected)
 
 
+def test_a_ratio_of_one_is_the_function_without_it() -> None:
+    for case in CASES[:8]:
+        sample = LIGHTNING_INDEXER.make(case, torch.bfloat16)
+        assert_same_bits(sample.given(cmp_ratio=1).call(ops), sample.call(ops))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_values_are_not_rounded_to_the_dtype_of_query(dtype: torch.dtype) -> None:
     query, key, weights = indexer(9, 2, dtype)
@@ -125,6 +155,12 @@ def test_values_are_not_rounded_to_the_dtype_of_query(dtype: torch.dtype) -> Non
         query, key, weights, sparse_count=2, cmp_ratio=4, return_values=True
     )
     assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    products = torch.einsum("bihd,bjd->bihj", query.double(), key[:, :, 0].double())
+    scores = torch.einsum("bih,bihj->bij", weights.double(), products.relu())
+    best = values[0, -1, 0]
+    torch.testing.assert_close(
+        best.double(), scores[0, -1].sort(descending=True).values, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_values_have_no_gradient() -> None:

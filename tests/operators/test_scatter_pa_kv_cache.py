@@ -291,19 +291,6 @@ def test_slots_of_positions() -> None:
     assert ops.slot_mapping(most, torch.tensor([15, -1]), 16).tolist() == [2**31 - 1, -1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_layouts_of_a_cache(dtype: torch.dtype) -> None:
-    """Writing to one layout and converting gives the other."""
-    key = torch.randint(-100, 100, (9, 3, 64)).to(dtype)
-    slots = torch.randperm(32)[:9]
-    cache = torch.zeros(4, 8, 3, 64, dtype=dtype)
-    nz_cache = torch.zeros(ops.nz_cache_shape(4, 8, 3, 64, dtype), dtype=dtype)
-    ops.scatter_pa_kv_cache_(key, cache, slots)
-    ops.scatter_pa_kv_cache_(key, nz_cache, slots, key, nz_cache.clone(), cache_mode="PA_NZ")
-    assert torch.equal(ops.nz_to_nd(nz_cache, 3), cache)
-    assert torch.equal(ops.nd_to_nz(cache), nz_cache)
-
-
 # Rules about memory; samples/scatter_pa_kv_cache_errors.py has the other rules.
 
 SLOTS = torch.tensor([1, 2, 0])

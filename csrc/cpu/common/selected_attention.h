@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "cpu/common/partial_attention.h"
 #include "cpu/common/query_key_product.h"
+#include "cpu/common/sparse_inputs.h"
 #include "cpu/common/tile_gemm.h"
 #include "cpu/common/value_tile.h"
 #include "cpu/common/vectorized.h"
@@ -187,5 +189,39 @@ class SelectedAttention {
   Tile<Operand> probabilities_{padded_heads_, kMaxKeys, TileContent::unset};
   Tile<T> factor_{1, padded_heads_};
 };
+
+// Computes the attention of every token over the keys that it selects. Empty statistics are left
+// out.
+template <typename Rows, typename Operand>
+void attend_to_selected_keys(const SparseInputs& inputs, double scale, const at::Tensor& out,
+                             const at::Tensor& softmax_max, const at::Tensor& softmax_sum) {
+  using Input = typename Rows::Element;
+  using T = Accumulator<Operand>;
+  const auto sequences = inputs.by_sequence<Input, Rows>();
+  SelectingTokens<Rows> all_tokens(inputs.heads);
+  for (const auto& sequence : sequences) {
+    for (int64_t token = 0; token < sequence.sequence.queries; ++token) {
+      const int64_t blocks = blocks_of(sequence.visible.end(token), inputs.block_size);
+      all_tokens.add(sequence, token, std::min(sequence.count, blocks));
+    }
+  }
+  auto tokens = std::move(all_tokens).divided();
+  const int64_t heads = tokens.empty() ? 0 : tokens[0].heads;
+  auto* out_data = out.template mutable_data_ptr<Input>();
+  const auto statistics_of = [](const at::Tensor& statistics, int64_t row) {
+    return statistics.numel() > 0 ? statistics.mutable_data_ptr<T>() + row : nullptr;
+  };
+  using Worker = SelectedAttention<Rows, Operand>;
+  attend_to_parts<T>(
+      std::move(tokens), {Worker::padded_heads(heads), inputs.size},
+      [&] { return std::make_unique<Worker>(inputs, heads, scale); },
+      [&](const SelectingToken<Rows>& token, const Partial<T>& result, int64_t begin, int64_t end) {
+        const int64_t row = token.first_row;
+        const TokenOutputs<Input, T> to{out_data + row * inputs.size,
+                                        statistics_of(softmax_max, row),
+                                        statistics_of(softmax_sum, row)};
+        to.store(result, begin, end, inputs.size);
+      });
+}
 
 }  // namespace ascend_attn::cpu

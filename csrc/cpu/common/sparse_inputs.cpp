@@ -97,6 +97,16 @@ at::Tensor SparseInputs::other_value(std::string_view op, const at::Tensor& key,
   return with_dense_rows(key);
 }
 
+void SparseInputs::read_packed_rows(int64_t rope_head_dim, int64_t tile_size) {
+  const int64_t bytes_of_rope = rope_head_dim * static_cast<int64_t>(query.element_size());
+  rope_size = rope_head_dim;
+  size -= rope_size;
+  query_rope = query.narrow(-1, size, rope_size);
+  query = query.narrow(-1, 0, size);
+  key_rope = key.narrow(-1, size, bytes_of_rope);
+  form = {size + bytes_of_rope, tile_size};
+}
+
 void SparseInputs::read_compression(std::string_view op, int64_t cmp_ratio,
                                     const std::optional<at::Tensor>& cmp_residual_key) {
   ratio = cmp_ratio;

@@ -19,8 +19,14 @@
 
 namespace ascend_attn::cpu {
 
-template <typename Input>
+template <typename Input, typename Keys = KeyRows<Input>, typename Ropes = Keys>
 struct SequenceInputs;
+
+// The bytes of a row of keys in int8 (cpu/common/packed_rows.h).
+struct RowForm {
+  int64_t first_scale = 0;
+  int64_t tile = 1;  // numbers per scale
+};
 
 // Checks that every index of `tokens` rows from `begin` on is in [-1, blocks). The indices have the
 // axis of heads.
@@ -40,9 +46,9 @@ class SparseInputs {
                    std::initializer_list<at::Tensor> of_key = {}) const;
   bool value_is_key() const { return same_elements(value, key); }
   // The rows of every sequence.
-  template <typename Input>
-  std::vector<SequenceInputs<Input>> by_sequence() const {
-    std::vector<SequenceInputs<Input>> result;
+  template <typename Input, typename Rows = SequenceInputs<Input>>
+  std::vector<Rows> by_sequence() const {
+    std::vector<Rows> result;
     for (const auto& sequence : sequences) {
       result.emplace_back(*this, sequence);
     }
@@ -58,6 +64,7 @@ class SparseInputs {
   SparseMode mode;
   int64_t ratio = 1;               // tokens that a key stands for
   std::vector<int64_t> residuals;  // of every sequence, where they matter
+  RowForm form;
 
   // The keys that the queries of a sequence see.
   KeptKeys visible(const Sequence& sequence) const {
@@ -96,7 +103,9 @@ class SparseInputs {
     if constexpr (requires { op.cmp_residual_key; }) {
       read_compression(op.name, op.cmp_ratio, op.cmp_residual_key);
     }
-    if constexpr (requires { op.value; }) {
+    if constexpr (requires { op.tile_size; }) {
+      read_packed_rows(op.rope_head_dim, op.tile_size);
+    } else if constexpr (requires { op.value; }) {
       value = same_rows(op.key, op.value) ? key : other_value(op.name, op.key, op.value);
     }
     if constexpr (requires { options.query_rope; }) {
@@ -119,6 +128,8 @@ class SparseInputs {
     check_blocks(op.name);
   }
 
+  // Divides the queries and rows of keys that have their rope behind the latent part.
+  void read_packed_rows(int64_t rope_head_dim, int64_t tile_size);
   // Reads how many tokens the keys of each sequence stand for.
   void read_compression(std::string_view op, int64_t cmp_ratio,
                         const std::optional<at::Tensor>& cmp_residual_key);
@@ -139,7 +150,7 @@ class SparseInputs {
 };
 
 // The same for one sequence, with tokens counted from its first.
-template <typename Input>
+template <typename Input, typename Keys, typename Ropes>
 struct SequenceInputs {
   using Element = Input;
 
@@ -147,9 +158,9 @@ struct SequenceInputs {
       : sequence(of),
         query(inputs.query, of.query_begin),
         query_rope(inputs.query_rope, of.query_begin),
-        key(inputs.key, inputs.block_table, of),
+        key(rows_of(inputs.key, inputs, of)),
         key_rope(inputs.key_rope, inputs.block_table, of),
-        value(inputs.value, inputs.block_table, of),
+        value(rows_of(inputs.value, inputs, of)),
         sparse_indices(inputs.sparse_indices, of.query_begin),
         count(inputs.sparse_indices.defined() ? inputs.sparse_indices.size(-1) : 0),
         block_size(inputs.block_size),
@@ -165,10 +176,21 @@ struct SequenceInputs {
 
   Sequence sequence;
   TokenRows<Input> query, query_rope;
-  KeyRows<Input> key, key_rope, value;
+  Keys key;
+  Ropes key_rope;
+  Keys value;
   TokenRows<int32_t> sparse_indices;
   int64_t count, block_size;
   KeptKeys visible;
+
+ private:
+  static Keys rows_of(const at::Tensor& keys, const SparseInputs& inputs, const Sequence& of) {
+    if constexpr (requires { Keys(keys, inputs.block_table, of, inputs.form); }) {
+      return Keys(keys, inputs.block_table, of, inputs.form);
+    } else {
+      return Keys(keys, inputs.block_table, of);
+    }
+  }
 };
 
 }  // namespace ascend_attn::cpu

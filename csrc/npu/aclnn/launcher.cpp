@@ -1,13 +1,13 @@
 #include "npu/aclnn/launcher.h"
 
 #include <acl/acl.h>
-#include <op_plugin/utils/op_api_common_base.h>
 #include <torch_npu/csrc/core/npu/GetCANNInfo.h>
 
 #include <algorithm>
 #include <array>
 
 #include "core/error.h"
+#include "npu/aclnn/library.h"
 #include "npu/aclnn/product.h"
 
 namespace ascend_attn::aclnn {
@@ -23,12 +23,11 @@ bool is_private(int format) {
 
 }  // namespace
 
-Function::Function(const char* op, const char* name, bool reuses_executor)
-    : op(op),
-      name(name),
-      reuses_executor(reuses_executor),
-      first_phase(GetOpApiFuncAddr((this->name + "GetWorkspaceSize").c_str())),
-      second_phase(GetOpApiFuncAddr(name)) {
+Function::Function(const char* op, const char* name, bool reuses_executor, Origin origin)
+    : op(op), name(name), reuses_executor(reuses_executor) {
+  const auto find = origin == Origin::cann_alone ? find_function_of_cann : find_function;
+  first_phase = find(this->name + "GetWorkspaceSize").address;
+  second_phase = find(this->name).address;
   const auto soc = soc_name();
   if (!product_of_soc(soc)) {
     raise(Violation::not_implemented, op, "product",
@@ -38,7 +37,8 @@ Function::Function(const char* op, const char* name, bool reuses_executor)
     const auto version = GetCANNVersion("CANN");
     raise(Violation::not_implemented, op, name,
           c10::str("is not in this CANN", version.empty() ? "" : " " + version,
-                   " (needs one whose libopapi.so, or a libcust_opapi.so, has it)"),
+                   " (needs one whose libopapi.so",
+                   origin == Origin::cann_alone ? "" : ", or a libcust_opapi.so,", " has it)"),
           Status::runtime);
   }
 }

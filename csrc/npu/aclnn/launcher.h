@@ -29,10 +29,15 @@
 
 namespace ascend_attn::aclnn {
 
+// Where a function is looked for: an operator whose `functions_of_cann_alone` is set has functions
+// whose names others give to functions with other arguments.
+enum class Origin { anywhere, cann_alone };
+
 // An aclnn function in the CANN of this process.
 struct Function {
   // Raises when the CANN of this process lacks it.
-  Function(const char* op, const char* name, bool reuses_executor);
+  Function(const char* op, const char* name, bool reuses_executor,
+           Origin origin = Origin::anywhere);
 
   const char* op;
   std::string name;
@@ -184,7 +189,9 @@ struct Launcher<Op, int(Parameters...), index> {
     requires(sizeof...(Given) == sizeof...(Parameters)) &&
             (std::convertible_to<const Given&, ArgumentFor<Parameters>> && ...)
   void operator()(const Given&... given) const {
-    static const Function function(Op::name, name, reuses_executor);
+    constexpr bool cann_alone = requires { Op::functions_of_cann_alone; };
+    static const Function function(Op::name, name, reuses_executor,
+                                   cann_alone ? Origin::cann_alone : Origin::anywhere);
     TypedArguments<Parameters...> all(given...);
     enqueue(function, all.device(function), deterministic, all, fills);
   }

@@ -70,6 +70,18 @@ def lightning_indexer(x: Sizes) -> Arguments:
     }
 
 
+def quant_lightning_indexer(x: Sizes) -> Arguments:
+    arguments = lightning_indexer(x)
+    weights = arguments["weights"].half() if x.weights == HALF else arguments["weights"]
+    return {
+        **arguments,
+        **{name: arguments[name].to(torch.int8) for name in ("query", "key")},
+        "weights": weights,
+        "query_dequant_scale": weights.half(),
+        "key_dequant_scale": meta(*x.tokens(1), 1, dtype=torch.float16),
+    }
+
+
 def lightning_indexer_grad(x: Sizes) -> Arguments:
     arguments = lightning_indexer(x)
     del arguments["sparse_count"]
@@ -90,6 +102,20 @@ def sparse_flash_attention(x: Sizes) -> Arguments:
         "sparse_indices": x.indices(),
         "scale_value": 0.1,
         **(ropes if x.dr else {}),
+        **x.length_options(),
+    }
+
+
+def kv_quant_sparse_flash_attention(x: Sizes) -> Arguments:
+    bytes_of_row = x.d + 2 * x.dr + 4 * -(-x.d // 128)
+    key = meta(*x.tokens(1), 1, bytes_of_row, dtype=torch.int8)
+    return {
+        "query": meta(*x.tokens(0), x.n, x.d + x.dr),
+        "key": key,
+        "value": key,
+        "sparse_indices": x.indices(),
+        "scale_value": 0.1,
+        "rope_head_dim": x.dr,
         **x.length_options(),
     }
 
@@ -121,9 +147,11 @@ MAKERS = {
         sparse_flash_attention,
         sparse_flash_attention_grad,
         sparse_lightning_indexer_grad_kl_loss,
+        kv_quant_sparse_flash_attention,
+        quant_lightning_indexer,
     )
 }
-LI, LIG, SFA, SFAG, KL = MAKERS
+LI, LIG, SFA, SFAG, KL, INT8, QLI = MAKERS
 EVERY = 2**63 - 1
 
 
@@ -168,6 +196,15 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
     (LI, "A2:9.1", Sizes(b=3000, s2=2**20), Sizes(s1=0),
      "query: expected at least one sequence, one query token and one key token on Ascend A2, got "
      "query of shape [1, 0, 64, 128], key of shape [1, 4096, 1, 128]"),
+    (QLI, "A2:9.0", Sizes(), Sizes(n_index=32),
+     "query: expected Nidx (query heads of the indexer) to be 64 on Ascend A2 with CANN 9.0, got "
+     "32"),
+    (QLI, "A2:9.1", Sizes(n_index=1), Sizes(n_index=65),
+     "query: expected Nidx (query heads of the indexer) to be 1..64 on Ascend A2, got 65"),
+    (QLI, "A3:8.5", Sizes(k=1), Sizes(k=2049),
+     "sparse_count: expected K (selected keys per token) to be 1..2048 on Ascend A3, got 2049"),
+    (QLI, "A2:9.1", Sizes(), Sizes(weights=torch.float32),
+     "weights: expected float16 on Ascend A2, got float32"),
     (LIG, "A2:9.0", Sizes(), Sizes(n_index=32),
      "query: expected Nidx (query heads of the indexer) to be 64 on Ascend A2 with CANN 9.0, got "
      "32"),
@@ -202,6 +239,20 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
     (SFA, "A2:9.1", Sizes(), Sizes(options={"pre_tokens": 2**31 - 1}),
      f"pre_tokens: expected pre_tokens (earlier keys that a query sees) to be {EVERY} on Ascend "
      f"A2, got {2**31 - 1}"),
+    (INT8, "A2:9.1", Sizes(n=128), Sizes(n=48),
+     "query: expected N1 (query heads) to be one of 1, 2, 4, 8, 16, 32, 64, 128 on Ascend A2, got "
+     "48"),
+    (INT8, "950:9.1", Sizes(n=48), Sizes(n=3),
+     "query: expected N1 (query heads) to be one of 1, 2, 4, 8, 16, 32, 48, 64, 128 on Ascend 950, "
+     "got 3"),
+    (INT8, "A3:8.5", Sizes(k=1), Sizes(k=0),
+     "sparse_indices: expected at least one key or block per token on Ascend A3, got 0"),
+    (INT8, "A2:8.5", Sizes(), Sizes(options={"sparse_block_size": 2}),
+     "sparse_block_size: expected sparse_block_size (keys per block) to be 1 on Ascend A2, got 2"),
+    (INT8, "A2:9.0", Sizes(), Sizes(d=640),
+     "query: expected D (head size with rope) to be 576 on Ascend A2, got 704"),
+    (INT8, "A3:9.1", Sizes(), Sizes(d=544, dr=32),
+     "rope_head_dim: expected Dr (head size of the rope part) to be 64 on Ascend A3, got 32"),
     (SFAG, "A2:8.5", Sizes(k=2048), Sizes(k=1024),
      "sparse_indices: expected K (selected keys or blocks per token) to be 2048 on Ascend A2 with "
      "CANN 8.5, got 1024"),

@@ -59,6 +59,11 @@ def _attention_grad(a: SimpleNamespace) -> int:
     return _pairs(a) * heads * 2 * (3 * size + 2 * value_size)
 
 
+def _attention_over_rows(a: SimpleNamespace) -> int:
+    heads, size = a.query.shape[-2:]
+    return _pairs(a) * heads * 2 * (size + size - a.rope_head_dim)
+
+
 def _indexer(a: SimpleNamespace) -> int:
     heads, size, _ = _sizes(a)
     return _pairs(a) * heads * (2 * size + 2)
@@ -98,6 +103,7 @@ _FORMULAS: dict[str, Callable[[SimpleNamespace], int]] = {
     "fused_infer_attention_score": _attention,
     "sparse_flash_attention": _attention,
     "sparse_flash_attention_grad": _attention_grad,
+    "kv_quant_sparse_flash_attention": _attention_over_rows,
     "sparse_flash_mla": _attention,
     "sparse_flash_mla_grad": _attention_grad,
     "lightning_indexer": _indexer,

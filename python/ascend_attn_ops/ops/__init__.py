@@ -4,6 +4,7 @@ from ascend_attn_ops.ops.attention_update import attention_update
 from ascend_attn_ops.ops.flash_attention_score import flash_attention_score
 from ascend_attn_ops.ops.flash_attention_score_grad import flash_attention_score_grad
 from ascend_attn_ops.ops.fused_infer_attention_score import fused_infer_attention_score
+from ascend_attn_ops.ops.kv_quant_sparse_flash_attention import kv_quant_sparse_flash_attention
 from ascend_attn_ops.ops.lightning_indexer import lightning_indexer, lightning_indexer_grad
 from ascend_attn_ops.ops.lightning_indexer_kl_loss import lightning_indexer_kl_loss
 from ascend_attn_ops.ops.prompt_flash_attention import prompt_flash_attention
@@ -25,6 +26,7 @@ __all__ = [
     "flash_attention_score",
     "flash_attention_score_grad",
     "fused_infer_attention_score",
+    "kv_quant_sparse_flash_attention",
     "lightning_indexer",
     "lightning_indexer_grad",
     "lightning_indexer_kl_loss",

@@ -116,6 +116,14 @@ npu::npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value, Te
     Tensor? actual_seq_qlen=None, Tensor? actual_seq_kvlen=None, str? layout="BSND",
     int? sparse_mode=3, int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807,
     int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+npu::npu_kv_quant_sparse_flash_attention(Tensor query, Tensor key, Tensor value,
+    Tensor sparse_indices, float scale_value, int key_quant_mode, int value_quant_mode, *,
+    Tensor? key_dequant_scale=None, Tensor? value_dequant_scale=None, Tensor? block_table=None,
+    Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None,
+    int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3,
+    int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0,
+    int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, int? key_dtype=None,
+    int? value_dtype=None) -> Tensor
 npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *,
     Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
     Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,
@@ -178,6 +186,14 @@ _C_ascend::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor value, Te
     Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None,
     int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3,
     int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=2,
+    bool return_softmax_lse=False) -> (Tensor, Tensor, Tensor)
+_C_ascend::npu_kv_quant_sparse_flash_attention(Tensor query, Tensor key, Tensor value,
+    Tensor sparse_indices, float scale_value, int key_quant_mode=1, int value_quant_mode=1, *,
+    Tensor? key_dequant_scale=None, Tensor? value_dequant_scale=None, Tensor? block_table=None,
+    Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None,
+    int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3,
+    int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=2,
+    int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64,
     bool return_softmax_lse=False) -> (Tensor, Tensor, Tensor)
 _C_ascend::npu_sparse_attn_sharedkv(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None,
     Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None,

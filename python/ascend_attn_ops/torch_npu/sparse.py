@@ -34,6 +34,19 @@ def attention(
     )  # fmt: skip
 
 
+def attention_over_int8(
+    name: str, layout: str, layout_kv: str, block_table: Tensor | None, **options: Any
+) -> Tensor | tuple[Tensor, ...]:
+    if layout_kv != _PAGED:
+        _check_one_layout(name, "layout_kv", layout, layout_kv, block_table)
+    out: Tensor = torch.ops.ascend.kv_quant_sparse_flash_attention(
+        layout=layout, layout_kv=layout_kv, block_table=block_table, **options
+    )
+    if name.startswith("npu::"):
+        return out
+    return out, *(out.new_empty(0, dtype=torch.float32) for _ in range(2))
+
+
 def attention_grad(name: str, value: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     return torch.ops.ascend.sparse_flash_attention_grad(value=_given(name, value), **options)
 

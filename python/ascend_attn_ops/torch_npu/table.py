@@ -15,6 +15,7 @@ from ascend_attn_ops.torch_npu.translation import Translation
 _MASKS = ("gen_mask_parallel", "sync")
 # Absorbed latent attention, the mode that has ropes and one head of keys.
 _ABSORBED = {"attention_mode": [2]}
+_INT8 = {**_ABSORBED, "quant_scale_repo_mode": [1]}  # with the scales in the rows of the keys
 # The gradient that knows sinks and ropes.
 _FUSION_GRAD = "_flash_attention_score_extended_grad"
 _FUSED = "fused_infer_attention_score"
@@ -61,6 +62,8 @@ TABLE = [
                 only=_ABSORBED, differentiable=True),
     Translation("npu::npu_sparse_flash_attention_grad", "sparse_flash_attention_grad",
                 sparse.attention_grad, only=_ABSORBED),
+    Translation("npu::npu_kv_quant_sparse_flash_attention", "kv_quant_sparse_flash_attention",
+                sparse.attention_over_int8, only=_INT8),
     Translation("npu::npu_lightning_indexer", "lightning_indexer", sparse.indexer,
                 differentiable=True),
     Translation("npu::npu_lightning_indexer_grad", "lightning_indexer_grad",
@@ -75,6 +78,8 @@ TABLE = [
                 sparse.quant_indexer),
     Translation("_C_ascend::npu_sparse_flash_attention", "sparse_flash_attention",
                 sparse.attention, only=_ABSORBED),
+    Translation("_C_ascend::npu_kv_quant_sparse_flash_attention", "kv_quant_sparse_flash_attention",
+                sparse.attention_over_int8, only={**_INT8, "return_softmax_lse": [False]}),
     Translation("_C_ascend::npu_sparse_attn_sharedkv_metadata", cann_ops.metadata),
     Translation("_C_ascend::npu_sparse_attn_sharedkv", "sparse_flash_mla", cann_ops.attention,
                 only={"return_softmax_lse": [False]}, without_effect=_METADATA),

@@ -1,4 +1,5 @@
-// SparseFlashAttention and its gradient. Prototypes: docs/specification/sparse_flash_attention.md.
+// SparseFlashAttention, its gradient, and the same over keys in int8.
+// Prototypes: docs/specification/sparse_flash_attention.md.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/maximum.h>
@@ -154,6 +155,21 @@ std::string lengths_of_gradient(const Call& call) {
   return {};
 }
 
+// The kernel of keys in int8 sets rows behind a length to zero.
+std::string rows_behind_lengths(const Call& call) {
+  if (cann_version() >= kCann91 || call.is_tnd("layoutQueryOptional") ||
+      !call.find<TensorView>("actualSeqLengthsQueryOptional")) {
+    return {};
+  }
+  const auto size = call.get<TensorView>("query").sizes.at(1);
+  const auto lengths = call.elements("actualSeqLengthsQueryOptional");
+  return std::ranges::all_of(lengths, [&](int64_t x) { return x == size; })
+             ? ""
+             : "rows behind a length in layout BSND: the device writes out of bounds";
+}
+
+const std::vector<KernelFault> kInt8Faults{{Harm::bounds, rows_behind_lengths},
+                                           {Harm::results, hole}};
 const std::vector<KernelFault> kForwardFaults{{Harm::results, block_size}, {Harm::results, hole}};
 const std::vector<KernelFault> kGradientFaults{{Harm::results, block_size},
                                                {Harm::bounds, few_large_blocks},
@@ -286,3 +302,50 @@ CANN_SIM_FUNCTION(aclnnSparseFlashAttentionGrad,
                   output("dQueryOut").of_dtype_of("query"), output("dKeyOut").of_dtype_of("key"),
                   output("dValueOut").of_dtype_of("value"),
                   optional_output("dQueryRopeOutOptional"), optional_output("dKeyRopeOutOptional"))
+
+namespace {
+
+const PagedKeys kKeysInInt8{.caches = {{"key", "key"}},
+                            .lengths = "actualSeqLengthsKvOptional",
+                            .query_layout = "layoutQueryOptional",
+                            .layout = "layoutKvOptional"};
+
+void check_modes(const Call& call) {
+  for (const auto& [name, value] : {std::pair("attentionMode", 2),
+                                    {"keyQuantMode", 2},
+                                    {"valueQuantMode", 2},
+                                    {"quantScaleRepoMode", 1}}) {
+    if (call.get<int64_t>(name) != value) {
+      throw Refusal(kTiling, c10::str(name, " must be ", value));
+    }
+  }
+}
+
+// value has key's dtype, and is not read.
+torch::jit::Stack attention_over_int8(const Call& call) {
+  return call.results(kKeysInInt8.in_layout_of_query(call));
+}
+
+}  // namespace
+
+CANN_SIM_FUNCTION(
+    aclnnKvQuantSparseFlashAttention,
+    {.schema_name = "ascend::kv_quant_sparse_flash_attention",
+     .workspace = 4096,
+     .device = {.check = check_modes,
+                .written = written_attention,
+                .spoil = spoil_empty_rows,
+                .faults = kInt8Faults},
+     .compute = attention_over_int8},
+    input("query", "query", kHalf), input("key", "key", {ACL_INT8}),
+    input("value", "value", {ACL_INT8}), input("sparseIndices", "sparse_indices", kInt32),
+    optional_input("keyDequantScaleOptional"), optional_input("valueDequantScaleOptional"),
+    optional_input("blockTableOptional", "", kInt32), kLengths,
+    attribute<double>("scaleValue", "scale_value"),
+    attribute<int64_t>("keyQuantMode", "key_quant_mode"),
+    attribute<int64_t>("valueQuantMode", "value_quant_mode"),
+    attribute<int64_t>("sparseBlockSize", "sparse_block_size"),
+    attribute<char*>("layoutQueryOptional", "layout"), attribute<char*>("layoutKvOptional"), kMode,
+    attribute<int64_t>("attentionMode"), attribute<int64_t>("quantScaleRepoMode"),
+    attribute<int64_t>("tileSize", "tile_size"), attribute<int64_t>("ropeHeadDim", "rope_head_dim"),
+    output("attentionOut").of_dtype_of("query"))
