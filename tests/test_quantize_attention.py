@@ -218,24 +218,13 @@ def test_rows_of_a_latent_cache(dtype: torch.dtype) -> None:
     assert scales.equal(largest_of(tiles) * torch.tensor(1 / 127))
     back = rows[..., :512].reshape(12, 128) * scales
     assert ((back - tiles).abs() <= 0.5001 * scales).all()
-    cache = torch.zeros(2, 16, 1, 656, dtype=torch.int8)
-    ascend_attn_ops.scatter_pa_kv_cache_(rows, cache, torch.tensor([17, -1, 3]))
-    assert torch.stack((cache[1, 1], cache[0, 3])).equal(rows[::2])
-    assert cache.count_nonzero() == rows[::2].count_nonzero()
 
 
-def test_an_indexer_of_quantised_keys_selects_as_one_of_float32() -> None:
+def test_queries_and_keys_of_an_indexer() -> None:
     tensors = torch.randn(1, 2, 64, 128), torch.randn(1, 900, 1, 128)
-    tensors[1][0, 7], weights = 0, torch.rand(1, 2, 64)
-    (query, query_scale), (key, key_scale) = map(ascend_attn_ops.quantize_index_keys, tensors)
-    for x8, scale, x in ((query, query_scale, tensors[0]), (key, key_scale, tensors[1])):
+    tensors[1][0, 7] = 0
+    for x in tensors:
+        x8, scale = ascend_attn_ops.quantize_index_keys(x)
         step = largest_of(x) * torch.tensor(1 / 127)
         assert scale.equal(step[..., 0].half())
         assert ((x8 * step - x).abs() <= 0.5001 * step).all()
-    options = {"sparse_count": 200, "sparse_mode": 0}
-    kept = ascend_attn_ops.quant_lightning_indexer(
-        query, key, weights, query_scale, key_scale, **options
-    )
-    wanted, _ = ascend_attn_ops.lightning_indexer(*tensors, weights, **options)
-    for ours, theirs in zip(kept[0, :, 0].tolist(), wanted[0, :, 0].tolist(), strict=True):
-        assert len({*ours} & {*theirs}) > 190

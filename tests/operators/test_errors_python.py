@@ -201,8 +201,8 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"scale_dtype": "float32"}, TYPE, "scale_dtype: expected .* got 'float32'"),
     ]),
     latent: ("quantize_latent", [
-        ({"latent": ROPE}, VALUE, r"latent: expected shape \(..., 512\), got \(5, 64\)"),
-        ({"key_rope": ROPE.float()}, TYPE, "key_rope: expected dtype float16 or bfloat16, got"),
+        ({"latent": ROPE[0, 0]}, VALUE, r"latent: expected shape \(..., D\), got \(\)"),
+        ({"key_rope": ROPE.int()}, TYPE, "key_rope: expected dtype float16, bfloat16 or float32"),
         ({"key_rope": ROPE[:3]}, VALUE, r"key_rope: expected shape \(5, 64\), got \(3, 64\)"),
         ({"key_rope": ROPE.to("meta")}, VALUE, "key_rope: expected device cpu"),
     ]),

@@ -14,6 +14,8 @@ from dense_model import KEY_HEADS, SIZE, DenseLM
 from torch import Tensor
 
 BLOCK, BLOCKS = 128, 12
+INT8 = {"latent": (1, 656, torch.int8), "index": (1, 128, torch.int8),
+        "index_scale": (1, 1, torch.float16)}  # fmt: skip
 
 
 class Request:
@@ -94,12 +96,14 @@ def test_dense(layout: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("heads", [0, 8], ids=["dense", "indexed"])
-def test_latent_attention(heads: int, compiled: bool) -> None:
+@pytest.mark.parametrize("keys", ["dense", "indexed", "int8"])
+def test_latent_attention(keys: str, compiled: bool) -> None:
     """In pages as without, and in float64 as the keys and values of each head have it."""
+    heads = 0 if keys == "dense" else 8
     layer = ops.LatentAttention(96, 32, head_dim=32, index_heads=heads, top_k=1024).bfloat16()
     judge = copy.deepcopy(layer).double()
     rows = {"latent": (1, 512), "rope": (1, 64), **({"index": (1, 128)} if heads else {})}
+    rows = INT8 if keys == "int8" else rows
     cache = ops.PagedCache(BLOCKS, BLOCK, rows, dtype=torch.bfloat16)
     run = torch.compile(layer, fullgraph=True) if compiled else layer
 
@@ -126,6 +130,41 @@ def test_latent_attention(heads: int, compiled: bool) -> None:
     second.text += tokens(150)  # the rest of a prompt, over the end of a block
     first.text += tokens(1)
     step(second, first)
+
+
+@pytest.mark.usefixtures("no_limits")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selected_keys_in_int8(compiled: bool) -> None:
+    """In float32 and other sizes than the NPU's: against float64 of the numbers in the pages."""
+    sizes = {"head_dim": 16, "rope_dim": 8, "latent_dim": 200, "index_heads": 4, "index_dim": 16}
+    layer = ops.LatentAttention(48, 4, **sizes, top_k=5)
+    judge = copy.deepcopy(layer).double()
+    rows = {**INT8, "latent": (1, 240, torch.int8), "index": (1, 16, torch.int8)}
+    cache = ops.PagedCache(4, 16, rows)
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    sequence = cache.add()
+    for count in (21, 1, 1):
+        hidden, step = torch.randn(count, 48), cache.append({sequence: count})
+        with torch.no_grad():
+            out, _ = run(hidden, step.positions, pages=cache.layer(0, step))
+        inputs = layer.project(hidden[None], step.positions)
+        row, key, key_scale = (
+            ops.gather_paged_kv(x, step.block_table, step.key_lengths)[None]
+            for x in cache.pages[0].values()
+        )
+        numbers, *others = row.split((200, 32, 8), -1)
+        rope, scales = (x.contiguous().view(torch.float) for x in others)
+        latent = numbers * scales.repeat_interleave(128, -1)[..., :200]
+        index_query, index_key, weights = inputs.projections
+        key = key.double() * key_scale
+        for read, written in ((latent, inputs.latent), (key, index_key)):
+            plain.assert_close(read[:, -count:], written, torch.bfloat16, "rows")
+        query, scale = ops.quantize_index_keys(index_query)
+        scores = plain.indexer_scores(query, key, weights.half().double() * scale)
+        chosen = scores.isinf().logical_not().scatter(-1, scores.argsort(-1)[..., :-5], False)
+        expected, _ = plain.sparse_attention(*inputs[:2], latent, rope, chosen, layer.scale)
+        expected = torch.einsum("bsnc,ncv->snv", expected, judge.absorbed_value)
+        plain.assert_close(out, judge.out(expected.flatten(-2)), torch.float32)
 
 
 @pytest.mark.usefixtures("no_limits")
@@ -180,3 +219,7 @@ def test_wrong_calls() -> None:
     layer.write(**{name: x.new_full((1, *x.shape[2:]), 3) for name, x in layer.pages.items()})
     assert all(x[1, 4].sum() == x.sum() == 3 * x.shape[-1] for x in layer.pages.values())
     assert repr(cache).startswith("PagedCache(3 blocks of 16, 1 free; 2 sequences; 1 layers")
+    layer, cache = ops.LatentAttention(8, 1).half(), ops.PagedCache(1, 16, INT8)
+    pages = cache.layer(0, cache.append({cache.add(): 2}))
+    with pytest.raises(ValueError, match=r"LatentAttention.forward: indices: .* got None"):
+        layer(torch.ones(2, 8).half(), pages.step.positions, pages=pages)

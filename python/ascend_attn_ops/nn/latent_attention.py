@@ -19,6 +19,7 @@ from ascend_attn_ops.nn.lightning_indexer import (
     rotary_embedding,
 )
 from ascend_attn_ops.nn.paged_cache import LayerPages
+from ascend_attn_ops.nn.quantization import quantize_index_keys
 
 _NAME = "ascend::LatentAttention"
 
@@ -53,7 +54,15 @@ class LatentInputs(NamedTuple):
     def attend(
         self, indices: Tensor, scale: float, operators: Any = ops, **options: Any
     ) -> tuple[Tensor, ...]:
-        """The results of sparse_flash_attention over the selected keys."""
+        """The results of sparse_flash_attention over the selected keys; of keys in int8 the output
+        alone."""
+        if self.latent.dtype == torch.int8:
+            query = torch.cat((self.query, self.query_rope), -1)
+            out: Tensor = operators.kv_quant_sparse_flash_attention(
+                query, self.latent, self.latent, indices, scale_value=scale,
+                rope_head_dim=self.query_rope.shape[-1], **options,
+            )  # fmt: skip
+            return (out,)
         results: tuple[Tensor, ...] = operators.sparse_flash_attention(
             self.query, self.latent, self.latent, indices, scale_value=scale,
             query_rope=self.query_rope, key_rope=self.key_rope, **options,
@@ -186,7 +195,8 @@ class LatentAttention(nn.Module):
             positions: as in :meth:`project`; with pages those of the step.
             indices: keys to attend to, (B, S, 1, K) or (T, 1, K), in place of the indexer's.
             pages: a layer of a :class:`PagedCache` with the parts "latent", "rope" and, for an
-                indexer, "index": the rows of `hidden` are written, and all keys are read there.
+                indexer, "index", or those of int8: the rows of `hidden` are written, and all keys
+                are read there. Keys in int8 have to be selected.
             options: further keywords of the operators: layout="TND" and lengths of a pack.
 
         Returns:
@@ -217,11 +227,8 @@ class LatentAttention(nn.Module):
             attended = self._attend_to_all(inputs, pages, options)
         else:
             if indices is None:
-                learners = (x.detach() if isinstance(x, Tensor) else x for x in projections or ())
-                indices, _ = operators.lightning_indexer(
-                    *learners, sparse_count=self.top_k, **of_indexer, **options
-                )
-                assert indices is not None
+                assert projections is not None
+                indices = self._select(projections, pages, operators, **of_indexer, **options)
             attended, *statistics = inputs.attend(
                 indices, self.scale, operators, **of_attention, **options
             )
@@ -229,10 +236,28 @@ class LatentAttention(nn.Module):
                 loss = inputs.indexer_loss(indices, statistics, self.scale, operators, **options)
         return self.out(expand(attended, self.absorbed_value).flatten(-2)), loss
 
+    def _select(
+        self, projections: IndexerProjections, pages: LayerPages | None, operators: Any,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        query, key, weights = (x.detach() if isinstance(x, Tensor) else x for x in projections)
+        options["sparse_count"] = self.top_k
+        if pages is None or key.dtype != torch.int8:
+            indices: Tensor = operators.lightning_indexer(query, key, weights, **options)[0]
+            return indices
+        query, scales = quantize_index_keys(query)
+        # Devices take weights of float16 alone.
+        return ops.quant_lightning_indexer(
+            query, key, weights.half(), scales, pages.pages["index_scale"].squeeze(-1), **options
+        )
+
     def _attend_to_all(
         self, inputs: LatentInputs, pages: LayerPages | None, options: dict[str, Any]
     ) -> Tensor:
         query, query_rope, latent, rope, _ = inputs
+        if latent.dtype == torch.int8:
+            expected = "selected keys, of an indexer or of this argument, beside pages of int8"
+            raise wrong(ValueError, f"{_NAME}.forward", "indices", expected, "None")
         options = {"layout": "BSND", **options, "sparse_mode": 3, "scale_value": self.scale}
         ropes: dict[str, Any] = {"query_rope": query_rope, "key_rope": rope}
         if pages is None:
@@ -252,8 +277,9 @@ def _in_pages(inputs: LatentInputs, pages: LayerPages) -> LatentInputs:
     if inputs.projections is not None:
         rows["index"] = inputs.projections.key_index
     pages.write(**rows)
-    latent, rope, *index = (pages.pages[name] for name in rows)
+    latent = pages.pages["latent"]
+    rope = pages.pages.get("rope", latent)  # rows of int8 have their ropes
     projections = inputs.projections
     if projections is not None:
-        projections = projections._replace(key_index=index[0])
+        projections = projections._replace(key_index=pages.pages["index"])
     return LatentInputs(inputs.query, inputs.query_rope, latent, rope, projections)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ascend_attn_ops._core.arguments import check_count, shown, wrong
 from ascend_attn_ops._core.pages import nz_cache_shape, slot_mapping
+from ascend_attn_ops.nn.quantization import quantize_index_keys, quantize_latent
 from ascend_attn_ops.ops.scatter_pa_kv_cache import scatter_pa_kv_cache_
 
 _NAME = "ascend::PagedCache"
@@ -54,7 +55,16 @@ class LayerPages(NamedTuple):
     step: Step
 
     def write(self, **rows: Tensor) -> None:
-        """Writes the rows of the new tokens, (T, heads, size) for each part, to their slots."""
+        """Writes the rows of the new tokens, (T, heads, size) for each part, to their slots.
+
+        Parts in int8 get the rows that :func:`quantize_latent` makes of "latent" and "rope", and
+        :func:`quantize_index_keys` of "index", whose scales go to "index_scale".
+        """
+        if self._quantizes(rows, "latent"):
+            rows["latent"] = quantize_latent(rows["latent"], rows.pop("rope"))
+        if self._quantizes(rows, "index"):
+            rows["index"], scales = quantize_index_keys(rows["index"])
+            rows["index_scale"] = scales.unsqueeze(-1)
         parts = [(rows[name], self.pages[name]) for name in rows]
         while parts:
             (key, key_pages), *parts = parts
@@ -70,6 +80,10 @@ class LayerPages(NamedTuple):
         pages = self.pages[part]
         return pages if pages.dim() == 5 else pages.flatten(2)
 
+    def _quantizes(self, rows: Mapping[str, Tensor], part: str) -> bool:
+        in_int8 = part in rows and self.pages[part].dtype == torch.int8
+        return in_int8 and rows[part].is_floating_point()
+
 
 class PagedCache:
     """Blocks of rows, and the sequences that they belong to.
@@ -83,7 +97,9 @@ class PagedCache:
         block_size: rows of a block; NPUs want a multiple of 16, and 128 in most dense calls.
         parts: what a token has in each layer: (heads, size) by name, or (heads, size, dtype).
             {"key": (8, 128), "value": (8, 128)} for fused_infer_attention_score; {"latent":
-            (1, 512), "rope": (1, 64), "index": (1, 128)} for :class:`LatentAttention`.
+            (1, 512), "rope": (1, 64), "index": (1, 128)} for :class:`LatentAttention`, or in int8
+            {"latent": (1, 656, torch.int8), "index": (1, 128, torch.int8), "index_scale": (1, 1,
+            torch.float16)}, whose rows :meth:`LayerPages.write` quantises.
         layers: number of layers.
         layout: "ND", pages (num_blocks, block_size, heads, size), for all operators; or "NZ", in
             fractals (num_blocks, heads, size / L, block_size, L) with L = 32 bytes, for

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import functional as F
 
 from ascend_attn_ops._core.arguments import check_memory, check_tensor, dtype_name, shown, wrong
 from ascend_attn_ops._core.torch_private import assert_async
@@ -17,8 +18,7 @@ _LATENT_NAME, _KEYS_NAME = "ascend::quantize_latent", "ascend::quantize_index_ke
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _LARGEST = 127.0
 _SMALLEST_SCALE = 2.0**-126
-# A row of a latent cache: 512 numbers of int8 in tiles with a scale each, and a rope of 16 bits.
-_LATENT, _ROPE, _TILE = 512, 64, 128
+_TILE = 128  # elements of a latent per scale
 # The device uses the upper 19 bits of a float32 that is passed as uint64.
 _UNUSED_BITS = {torch.float32: 0, torch.uint64: 13}
 
@@ -162,10 +162,12 @@ def quantize_latent(latent: Tensor, key_rope: Tensor) -> Tensor:
 
     Args:
         latent: (..., 512), after its norm; float16, bfloat16 or float32.
-        key_rope: (..., 64), rotated; float16 or bfloat16, the dtype of the queries.
+        key_rope: (..., 64), rotated; the dtype of the queries, of 16 bits on devices.
 
     Returns:
-        The rows, (..., 656), int8.
+        The rows, (..., 656), int8. Other sizes, C and Dr, have rows of C + Dr elements of
+        key_rope's dtype + 4 ceil(C / 128) bytes: :func:`kv_quant_sparse_flash_attention` takes them
+        with the device limits off.
 
     Raises:
         TypeError: not a tensor, or one of another dtype.
@@ -178,17 +180,18 @@ def quantize_latent(latent: Tensor, key_rope: Tensor) -> Tensor:
         >>> rows.shape[-1], torch.equal(rows[..., 512:640].view(torch.bfloat16), rope)
         (656, True)
     """
-    _check_rows(_LATENT_NAME, "latent", latent, _DTYPES, _LATENT)
-    _check_rows(_LATENT_NAME, "key_rope", key_rope, _DTYPES[:2], _ROPE)
+    for name, x in (("latent", latent), ("key_rope", key_rope)):
+        _check_rows(_LATENT_NAME, name, x)
     if key_rope.shape[:-1] != latent.shape[:-1]:
-        expected = f"shape {(*latent.shape[:-1], _ROPE)}"
+        expected = f"shape {(*latent.shape[:-1], key_rope.shape[-1])}"
         raise wrong(ValueError, _LATENT_NAME, "key_rope", expected, str(tuple(key_rope.shape)))
     if key_rope.device != latent.device:
         expected = f"device {latent.device} (latent's)"
         raise wrong(ValueError, _LATENT_NAME, "key_rope", expected, str(key_rope.device))
-    tiles = latent.float().unflatten(-1, (_LATENT // _TILE, _TILE))
+    size = latent.shape[-1]
+    tiles = F.pad(latent.float(), (0, -size % _TILE)).unflatten(-1, (-1, _TILE))
     largest = tiles.abs().amax(-1, keepdim=True)
-    rows = _rounded_to_int8(tiles * (largest.reciprocal() * _LARGEST)).flatten(-2)
+    rows = _rounded_to_int8(tiles * (largest.reciprocal() * _LARGEST)).flatten(-2)[..., :size]
     scales = (largest * (1 / _LARGEST)).squeeze(-1)
     parts = (rows, *(x.contiguous().view(torch.int8) for x in (key_rope, scales)))
     return torch.cat(parts, -1)
@@ -223,24 +226,20 @@ def quantize_index_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
         >>> keys.tolist(), scales.dtype
         ([[64, -127], [0, 0]], torch.float16)
     """
-    _check_rows(_KEYS_NAME, "keys", keys, _DTYPES)
+    _check_rows(_KEYS_NAME, "keys", keys)
     x = keys.float()
     largest = x.abs().amax(-1, keepdim=True)
     scales = (largest * (1 / _LARGEST)).squeeze(-1)
     return _rounded_to_int8(x * (_LARGEST / largest)), scales.half()
 
 
-def _check_rows(
-    name: str, argument: str, x: Tensor, dtypes: tuple[torch.dtype, ...], size: int | None = None
-) -> None:
+def _check_rows(name: str, argument: str, x: Tensor) -> None:
     check_tensor(name, argument, x)
-    if x.dtype not in dtypes:
-        *others, last = (dtype_name(dtype) for dtype in dtypes)
-        expected = f"dtype {', '.join(others)} or {last}"
+    if x.dtype not in _DTYPES:
+        expected = "dtype float16, bfloat16 or float32"
         raise wrong(TypeError, name, argument, expected, dtype_name(x.dtype))
-    if not (x.dim() and (x.shape[-1] == size if size else x.shape[-1])):
-        expected = f"shape (..., {size or 'D'})"
-        raise wrong(ValueError, name, argument, expected, str(tuple(x.shape)))
+    if not (x.dim() and x.shape[-1]):
+        raise wrong(ValueError, name, argument, "shape (..., D)", str(tuple(x.shape)))
 
 
 def _rounded_to_int8(x: Tensor) -> Tensor:
