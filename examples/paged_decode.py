@@ -8,20 +8,25 @@ fixed size (ascend_attn_ops.PagedCache). A waiting prompt starts as soon as ther
 of its bytes, and frees them when it ends. The indexer and the attention read the blocks where they
 are. Then everything is decoded again without a cache, and the bytes must match.
 
-At the end, one sequence is decoded after longer and longer texts: with sparse attention, to the
-keys that the indexer prefers, and with dense attention, to all of them.
+Then one sequence is decoded after longer and longer texts: with sparse attention, to the keys that
+the indexer prefers, and with dense attention, to all of them.
+
+At the end, held-out text is read byte by byte from pages of bfloat16 and of int8, to compare their
+memory and their perplexity.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import ascend_attn_ops as ops
 import torch
@@ -30,6 +35,7 @@ from npu import register_npu
 from python_corpus import load_corpus, sample_windows
 from sparse_lm import Block, ModelConfig, SparseLM
 from torch import Tensor
+from torch.nn import functional as F
 
 ATTENTION = ("sparse", "dense")
 SPEED_STEPS = 16
@@ -43,14 +49,14 @@ def every_key(positions: Tensor) -> Tensor:
     return torch.where(keys <= positions[..., None], keys, -1).unsqueeze(-2)
 
 
-def next_bytes(model: SparseLM, text: Tensor, new: int, attend: Attend) -> Tensor:
-    """Predict the byte (B,) after text (B, S'), of which the layers see the last `new` bytes."""
+def logits_of(model: SparseLM, text: Tensor, new: int, attend: Attend) -> Tensor:
+    """Returns (B, new, 256), of text (B, S') of which the layers see the last `new` bytes."""
     x = model.embed(text)[:, -new:]
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         x = x + attend(i, block.attention, block.attention_norm(x))
         x = x + block.mlp(x)
-    return model.head(model.norm(x[:, -1])).argmax(-1)
+    return model.head(model.norm(x))
 
 
 @dataclass
@@ -66,14 +72,23 @@ class Text:
 class PagedDecoder:
     def __init__(
         self, model: SparseLM, config: ModelConfig, num_blocks: int, block_size: int,
-        attention: str = "sparse",
+        attention: str = "sparse", pages: str = "",
     ) -> None:  # fmt: skip
         self.model, self.attention = model, attention
         weight = model.head.weight
         sizes = {"latent": config.latent_dim, "rope": config.rope_dim, "index": config.index_dim}
+        parts: dict[str, Any] = {name: (1, size) for name, size in sizes.items()}
+        if pages == "int8":
+            # 656 bytes: the latent, the rope in 16 bits, and a float32 scale for 128 numbers.
+            row = config.latent_dim + 2 * config.rope_dim + 4 * -(-config.latent_dim // 128)
+            parts = {
+                "latent": (1, row, torch.int8),
+                "index": (1, config.index_dim, torch.int8),
+                "index_scale": (1, 1, torch.float16),
+            }
         self.cache = ops.PagedCache(
-            num_blocks, block_size, {name: (1, size) for name, size in sizes.items()},
-            layers=len(model.blocks), dtype=weight.dtype, device=weight.device,
+            num_blocks, block_size, parts, layers=len(model.blocks), dtype=weight.dtype,
+            device=weight.device,
         )  # fmt: skip
         self.running: list[Text] = []
 
@@ -109,7 +124,16 @@ class PagedDecoder:
 
     def step(self, batch: list[Text], new: int) -> None:
         """Write the last `new` bytes of each text to the cache and append the next byte."""
-        step = self.cache.append({text.sequence: new for text in batch})
+        # The embedding also reads a few bytes before the new ones; a whole text has none.
+        seen = new + self.model.NEIGHBOURS - 1
+        rows = torch.tensor([text.text[-seen:] for text in batch])
+        chosen = self.logits([text.sequence for text in batch], rows, new)[:, -1].argmax(-1)
+        for text, byte in zip(batch, chosen.tolist(), strict=True):
+            text.text.append(byte)
+
+    def logits(self, sequences: list[int], text: Tensor, new: int) -> Tensor:
+        """Returns logits_of the last `new` bytes, after writing them to the cache."""
+        step = self.cache.append(dict.fromkeys(sequences, new))
 
         def attend(layer: int, attention: LatentAttention, x: Tensor) -> Tensor:
             pages, indices = self.cache.layer(layer, step), None
@@ -118,13 +142,7 @@ class PagedDecoder:
             out, _ = attention(x.flatten(0, 1), step.positions, indices=indices, pages=pages)
             return out.view_as(x)
 
-        # The embedding also reads a few bytes before the new ones; a whole text has none.
-        seen = new + self.model.NEIGHBOURS - 1
-        rows = [text.text[-seen:] for text in batch]
-        device = self.model.head.weight.device
-        chosen = next_bytes(self.model, torch.tensor(rows, device=device), new, attend)
-        for text, byte in zip(batch, chosen.tolist(), strict=True):
-            text.text.append(byte)
+        return logits_of(self.model, text.to(self.model.head.weight.device), new, attend)
 
 
 def decode_without_cache(
@@ -137,7 +155,8 @@ def decode_without_cache(
     for sequence in prompts:
         while not sequence.complete():
             text = torch.tensor([sequence.text], device=model.head.weight.device)
-            sequence.text.append(int(next_bytes(model, text, len(sequence.text), attend)))
+            logits = logits_of(model, text, len(sequence.text), attend)
+            sequence.text.append(int(logits[0, -1].argmax()))
             progress.update(1, 1)
 
 
@@ -165,6 +184,41 @@ def print_speed(
             per_second = SPEED_STEPS / (time.perf_counter() - start)
             print(f"{per_second:8,.0f} tokens/s", end="", flush=True)
         print()
+
+
+def print_perplexity(
+    model: SparseLM, config: ModelConfig, text: Tensor, block_size: int, attention: str
+) -> None:
+    """Compare pages of bfloat16 and int8 on texts (B, S + 1), whose second half is decoded."""
+    model, rows, length = model.bfloat16(), len(text), text.shape[1] - 1
+    half = length // 2
+    found = {}
+    print(flush=True)
+    for pages in ("bfloat16", "int8"):
+        decoder = PagedDecoder(
+            model, config, rows * -(-length // block_size), block_size, attention, pages
+        )
+        sequences = [decoder.cache.add() for _ in text]
+        decoder.logits(sequences, text[:, :half], half)
+        progress, loss = Progress(f"{pages} pages", rows * (length - half)), 0.0
+        for end in range(half + 1, length + 1):
+            seen = text[:, max(0, end - model.NEIGHBOURS) : end]
+            logits = decoder.logits(sequences, seen, 1)[:, 0].float().cpu()
+            loss += F.cross_entropy(logits, text[:, end], reduction="sum").item()
+            progress.update(rows, rows, decoder.cache.free_blocks)
+        layer = decoder.cache.pages[0]
+        tokens = layer["latent"].shape[0] * block_size
+        found[pages] = (
+            sum(layer[name].nbytes for name in ("latent", "rope") if name in layer) // tokens,
+            sum(layer[name].nbytes for name in ("index", "index_scale") if name in layer) // tokens,
+            math.exp(loss / progress.done),
+        )
+    print("\nof a token in a layer:")
+    print(f"{'pages':12}{'latent, bytes':>14}{'index, bytes':>14}{'perplexity':>14}")
+    for pages, (latent, index, perplexity) in found.items():
+        print(f"{pages:12}{latent:14,}{index:14,}{perplexity:14.4f}")
+    ratios = [y / x for x, y in zip(*found.values(), strict=True)]
+    print("{:12}{:13.2f}x{:13.2f}x{:13.4f}x".format("int8 has", *ratios))
 
 
 class Progress:
@@ -227,6 +281,12 @@ def parse_arguments() -> argparse.Namespace:
         nargs="*",
         default=[1024, 4096, 16384],
         help="numbers of keys at which to time a token",
+    )
+    parser.add_argument(
+        "--text",
+        type=int,
+        default=512,
+        help="bytes of each held-out text whose perplexity is measured; 0: none",
     )
     return parser.parse_args()
 
@@ -299,6 +359,12 @@ def main() -> None:
     print(outcome)
     with limits_of(arguments.device):
         print_speed(model, config, arguments.contexts, arguments.block_size, arguments.seed)
+        if arguments.text:
+            _, held_out = load_corpus()
+            text = sample_windows(
+                held_out, arguments.sequences, arguments.text + 1, arguments.seed + 1
+            )
+            print_perplexity(model, config, text, arguments.block_size, arguments.attention)
 
 
 if __name__ == "__main__":

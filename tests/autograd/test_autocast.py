@@ -82,9 +82,11 @@ def test_quantised_inputs_are_left_alone() -> None:
 
 
 def test_what_is_not_cast() -> None:
-    """Besides gradients, which autograd calls, what merges results and what writes to a cache."""
+    """Besides gradients, which autograd calls, what merges results, writes to a cache or reads
+    int8."""
     others = {name for name in OPERATORS if name not in CAST and not name.endswith("_grad")}
-    assert others == {"attention_update", "scatter_pa_kv_cache_"}
+    of_int8 = {"quant_lightning_indexer", "kv_quant_sparse_flash_attention"}
+    assert others == {"attention_update", "scatter_pa_kv_cache_", *of_int8}
     sample = OPERATORS["attention_update"].small_sample()
     expected = sample.call(ops)
     with torch.autocast("cpu", torch.float16):

@@ -21,7 +21,8 @@ SIZES = {
 
 
 def decode(checkpoint: Path, **options: int | str) -> fresh.Ended:
-    sizes = {"sequences": 5, "prompt": 40, "new": 12, "blocks": 17, "block-size": 4, "contexts": 48}
+    sizes = {"sequences": 5, "prompt": 40, "new": 12, "blocks": 17, "block-size": 4, "contexts": 48,
+             "text": 16}  # fmt: skip
     script = EXAMPLES / "paged_decode.py"
     return start(*command(script, {"checkpoint": checkpoint, **sizes, **options}))
 
@@ -55,6 +56,7 @@ def test_decodes_what_it_would_without_a_cache(
     assert result.status == 0, result.err
     assert "5 of 5 sequences equal decoding without a cache" in result.out
     assert re.search(r"\n +48 +[\d,]+ tokens/s +[\d,]+ tokens/s\n", result.out)
+    assert re.search(r"\nint8 has +0\.65x +0\.56x +(1\.00|0\.99)\d\dx\n", result.out)
 
 
 def test_says_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ RULES: list[tuple[str, str, Sizes, Sizes, str]] = [
      "query: expected Nidx (query heads of the indexer) to be 64 on Ascend A2 with CANN 9.0, got "
      "32"),
     (QLI, "A2:9.1", Sizes(n_index=1), Sizes(n_index=65),
-     "query: expected Nidx (query heads of the indexer) to be 1..64 on Ascend A2, got 65"),
+     "query: expected Nidx (query heads of the indexer) to be 1..64 on Ascend A2 with CANN 9.1, "
+     "got 65"),
     (QLI, "A3:8.5", Sizes(k=1), Sizes(k=2049),
      "sparse_count: expected K (selected keys per token) to be 1..2048 on Ascend A3, got 2049"),
     (QLI, "A2:9.1", Sizes(), Sizes(weights=torch.float32),
