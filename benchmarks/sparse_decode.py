@@ -2,10 +2,10 @@
 
     python benchmarks/sparse_decode.py
 
-Sparse: the indexer scores all keys, and the attention reads the K best. Dense: the attention reads
-all keys. torch: scaled_dot_product_attention over contiguous keys. The limits are one
-reading of the keys, at the speed of a sum over a large tensor, and the products, at the speed of a
-large bf16 matmul; both are timed in turn with the others.
+Sparse: the indexer scores all keys, and the attention reads the K best. Int8: the same over a cache
+in int8. Dense: the attention reads all keys. torch: scaled_dot_product_attention over contiguous
+keys. The limits are one reading of the keys, at the speed of a sum over a large tensor, and the
+products, at the speed of a large bf16 matmul; both are timed in turn with the others.
 """
 
 from __future__ import annotations
@@ -57,24 +57,26 @@ class Step(NamedTuple):
         )  # fmt: skip
         return out
 
-    def sparse(self) -> Tensor:
-        return self.attend(self.select())
-
     def all_keys(self) -> Tensor:
-        count = int(self.lengths[0])
-        keys = torch.arange(count, dtype=torch.int32)
-        return keys.expand(len(self.lengths), 1, 1, count).contiguous()
+        keys = torch.arange(int(self.lengths[0]), dtype=torch.int32)
+        return keys.expand(len(self.lengths), 1, 1, -1).contiguous()
 
-    def side_by_side(self) -> Step:
-        """The same keys without a cache."""
-
-        def dense(cache: Tensor) -> Tensor:
-            rows = ops.gather_paged_kv(cache, self.block_table, self.lengths)
-            return rows.unflatten(0, (len(self.lengths), -1))
-
-        return self._replace(
-            latent=dense(self.latent), rope=dense(self.rope), key_index=dense(self.key_index)
-        )
+    def in_int8(self, indices: Tensor) -> dict[str, Call]:
+        """Both calls over the same keys in int8, which are quantised before the clock starts."""
+        query, scales = ops.quantize_index_keys(self.query_index)
+        key, key_scales = ops.quantize_index_keys(self.key_index)
+        rows = ops.quantize_latent(self.latent, self.rope)
+        joined = torch.cat((self.query, self.query_rope), -1)
+        return {
+            "ours, indexer int8": partial(
+                ops.quant_lightning_indexer, query, key, self.weights.half(), scales, key_scales,
+                sparse_count=K, layout_key="PA_BSND", **self.pages(),
+            ),
+            "ours, attention int8": partial(
+                ops.kv_quant_sparse_flash_attention, joined, rows, rows, indices,
+                scale_value=SCALE, layout_kv="PA_BSND", **self.pages(),
+            ),
+        }  # fmt: skip
 
 
 def make_step(batch: int, keys: int) -> Step:
@@ -100,10 +102,10 @@ def make_step(batch: int, keys: int) -> Step:
 def torch_attention(step: Step) -> Call:
     """Attends to contiguous keys, which are made before the clock starts. The heads share their
     keys, so they are passed as tokens of one head: anything else takes it much longer."""
-    dense = step.side_by_side()
-    query = torch.cat((dense.query, dense.query_rope), -1)
-    key = torch.cat((dense.latent, dense.rope), -1).transpose(1, 2)
-    value = dense.latent.transpose(1, 2)
+    caches = step.latent, step.rope
+    rows = (ops.gather_paged_kv(x, step.block_table, step.lengths) for x in caches)
+    value, rope = (x.unflatten(0, (len(step.lengths), -1)).transpose(1, 2) for x in rows)
+    query, key = torch.cat((step.query, step.query_rope), -1), torch.cat((value, rope), -1)
     return partial(scaled_dot_product_attention, query, key, value, scale=SCALE)
 
 
@@ -116,6 +118,7 @@ def measure(run: Benchmark, batch: int, keys: int) -> None:
             "ours, indexer": step.select,
             "ours, attention": partial(step.attend, indices),
             "ours, dense": partial(step.attend, everything),
+            **step.in_int8(indices),
             "torch": torch_attention(step),
             "peak": peak_product(),
             "read": lambda: read.view(torch.int64).sum(),
