@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from ascend_attn_check.samples.sparse_lightning_indexer_grad_kl_loss import KL_LOSS
 from ascend_attn_ops.reference.call import Sample
 
@@ -24,6 +25,10 @@ WRONG_CALLS = [
     *shared.length_rules(KL_LOSS),
     *shared.index_rules(KL_LOSS),
     *statistics_rules(KL_LOSS, shared.BSND),
+    wrong_call(KL_LOSS, shared.BSND, r"shape \(B, S1\)", token_weight=torch.ones(2, 7)),
+    wrong_call(KL_LOSS, shared.BSND, id="three axes", token_weight=torch.ones(2, 5, 1)),
+    wrong_call(KL_LOSS, shared.BSND, "dtype bool or a floating point dtype, got int64", TypeError,
+               token_weight=torch.ones(2, 5).long()),
     *shared.limit_rules(
         KL_LOSS, replace(shared.DEVICE, heads=32),
         ("sparse_indices", {"k": 9216}), ("sparse_indices", {"k": 2049}),
