@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from ascend_attn_check.samples.scatter_pa_kv_cache import SCATTER_PA_KV_CACHE, CacheCase
+from ascend_attn_check.samples.scatter_pa_kv_cache import CASES, SCATTER_PA_KV_CACHE, CacheCase
 from ascend_attn_ops.reference.call import Sample
 from torch import Tensor
 
@@ -23,6 +23,7 @@ ALIBI = CacheCase("Alibi", lengths=(9, 0, 5, 3), blocks=(6, 8))
 ROPE, OMNI = replace(ALIBI, scatter="Rope"), replace(ALIBI, scatter="Omni")
 TAILS = CacheCase("Alibi", rank=4, rows=9, lengths=(9, 0, 5), blocks=(6, 8))
 WINDOWS = replace(TAILS, scatter="Rope")
+OF_INT8 = next(case for case in CASES if case.int8_key)
 
 INVALID, NULL, RANK = "161002", "161001", "561002"
 
@@ -141,6 +142,8 @@ MODE_RULES = [
     wrong(NCT, value=with_gaps),
     wrong(replace(NZ, d=(32, 32)), id="48 bytes", key=lambda x: x[..., :24]),
     wrong(replace(NZ, d=(32, 32)), id="48 bytes", value=lambda x: x[..., :24]),
+    # Beside keys of int8.
+    wrong(OF_INT8, "value: dtype int8", TypeError, value=Tensor.float, value_cache=Tensor.float),
     *(wrong(case, id="D", value=narrower, value_cache=narrower) for case in (ROPE, OMNI, WINDOWS)),
 ]
 
