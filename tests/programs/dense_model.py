@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ascend_attn_ops as ops
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,28 +48,35 @@ class Layer(nn.Module):
         return x + self.out(out.flatten(-2))
 
 
-class DenseLM(nn.Module):
+class LanguageModel(nn.Module):
     """Logits of texts (B, S), or of packed texts (T,) with cumulative lengths."""
 
-    def __init__(self, checkpoints: bool = False) -> None:
+    def __init__(self, layer: Callable[[], nn.Module], checkpoints: bool) -> None:
         super().__init__()
         self.checkpoints = checkpoints
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor, ends: list[int] | None = None) -> Tensor:
         x = self.embedding(text)
+        packed = () if ends is None else (ends,)
         for layer in self.layers:
             if self.checkpoints:
-                x = checkpoint(layer, x, ends, use_reentrant=False)
+                x = checkpoint(layer, x, *packed, use_reentrant=False)
             else:
-                x = layer(x, ends)
+                x = layer(x, *packed)
         return self.head(x)
 
 
+class DenseLM(LanguageModel):
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__(Layer, checkpoints)
+
+
 def train_step(model: nn.Module, text: Tensor, ends: list[int] | None = None) -> Tensor:
-    """One forward and backward; targets are the texts themselves, one token later."""
+    """One forward and backward, which trains indexers as well; targets are the texts themselves,
+    one token later."""
     logits = model(text) if ends is None else model(text, ends)
     loss = F.cross_entropy(logits.flatten(0, -2).float(), text.roll(-1, -1).flatten())
     loss.backward()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ascend_attn_ops as ops
+from dense_model import HIDDEN, LanguageModel
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-VOCABULARY, HIDDEN, HEADS, LATENT, ROPE, KEYS = 64, 96, 32, 512, 64, 1024
+HEADS, LATENT, ROPE, KEYS = 32, 512, 64, 1024
 SCALE = 192**-0.5
 
 
@@ -44,24 +43,6 @@ class Layer(nn.Module):
         return x + self.out(ops.attach_loss(out, loss).flatten(-2))
 
 
-class SparseLM(nn.Module):
+class SparseLM(LanguageModel):
     def __init__(self, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.checkpoints = checkpoints
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.embedding(text)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        return self.head(x)
-
-
-def train_step(model: nn.Module, text: Tensor) -> Tensor:
-    """One forward and backward, which trains the indexers as well."""
-    logits = model(text)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), text.roll(-1, -1).flatten())
-    loss.backward()
-    return loss.detach()
+        super().__init__(Layer, checkpoints)

@@ -18,16 +18,17 @@ from torch.distributed import ProcessGroup
 def fully_sharded(group: ProcessGroup, sparse: bool, compiled: bool) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if sparse else torch.float32
-    program = dsa_model if sparse else dense_model
     model = (dsa_model.SparseLM() if sparse else dense_model.DenseLM()).to(dtype)
     judge = copy.deepcopy(model).double()
     text = torch.randint(dense_model.VOCABULARY, (4, 24))
     rank_programs.shard_model(model, group.size(), compiled)
     with plain.compiling_anew():
-        program.train_step(model, text.chunk(2)[group.rank()])
-    name = "sparse_attention" if sparse else "attention"
-    with patch.object(program, name, plain.of_all_keys if sparse else plain.attention):
-        program.train_step(judge, text)
+        dense_model.train_step(model, text.chunk(2)[group.rank()])
+    with (
+        patch.object(dsa_model, "sparse_attention", plain.of_all_keys),
+        patch.object(dense_model, "attention", plain.attention),
+    ):
+        dense_model.train_step(judge, text)
     parameters = dict(model.named_parameters())
     for name, parameter in judge.named_parameters():
         plain.assert_close(parameters[name].grad.full_tensor(), parameter.grad, dtype, name)
@@ -49,7 +50,7 @@ def shared(group: ProcessGroup) -> None:
     torch.manual_seed(0)
     model = dsa_model.SparseLM().bfloat16()
     judge = copy.deepcopy(model).double()
-    text = torch.randint(dsa_model.VOCABULARY, (26,))
+    text = torch.randint(dense_model.VOCABULARY, (26,))
     losses = rank_programs.shared_sequences(model, text, [26], group)
     expected = []
 
@@ -59,7 +60,7 @@ def shared(group: ProcessGroup) -> None:
         return out, loss
 
     with patch.object(dsa_model, "sparse_attention", attention):
-        dsa_model.train_step(judge, text[None])
+        dense_model.train_step(judge, text[None])
     plain.assert_close(losses, torch.stack(expected), torch.bfloat16, "losses of the indexers")
     plain.assert_same_gradients(model, judge, torch.bfloat16)
 

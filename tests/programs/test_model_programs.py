@@ -1,4 +1,4 @@
-"""Programs with dense attention."""
+"""Programs with dense attention, and with DeepSeek Sparse Attention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import dense_model
 import plain
 import pytest
 import torch
-from dense_model import DenseLM, train_step
+from dense_model import DenseLM, LanguageModel, train_step
+from dsa_model import SparseLM
 from torch import Tensor, nn
 
-DTYPES = [torch.float32, torch.bfloat16]
 LENGTHS = [[9, 40, 41, 64], [30, 64], [1, 2, 63, 64]]
 
 
-def models(dtype: torch.dtype, **options: bool) -> tuple[nn.Module, nn.Module]:
+def models(
+    dtype: torch.dtype, kind: type[LanguageModel] = DenseLM, **options: bool
+) -> tuple[nn.Module, nn.Module]:
     """A model, and the same with the same weights in float64."""
     torch.manual_seed(0)
-    model = DenseLM(**options).to(dtype)
+    model = kind(**options).to(dtype)
     return model, copy.deepcopy(model).double()
 
 
@@ -30,9 +32,14 @@ def texts(batch: int, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_training(dtype: torch.dtype, checkpoints: bool, expected: Callable[..., Any]) -> None:
-    model, judge = models(dtype, checkpoints=checkpoints)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(DenseLM, torch.float32), (DenseLM, torch.bfloat16), (SparseLM, torch.bfloat16)],
+)
+def test_training(
+    kind: type[LanguageModel], dtype: torch.dtype, checkpoints: bool, expected: Callable[..., Any]
+) -> None:
+    model, judge = models(dtype, kind, checkpoints=checkpoints)
     text = texts(2, 40)
     plain.assert_close(train_step(model, text), expected(train_step, judge, text), dtype, "loss")
     plain.assert_same_gradients(model, judge, dtype)
@@ -71,8 +78,9 @@ def test_compiled(dynamic: bool | None, expected: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_exported(expected: Callable[..., Any], tmp_path: Path) -> None:
-    model, judge = models(torch.bfloat16)
+@pytest.mark.parametrize("kind", [DenseLM, SparseLM])
+def test_exported(kind: type[LanguageModel], expected: Callable[..., Any], tmp_path: Path) -> None:
+    model, judge = models(torch.bfloat16, kind)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     exported = torch.export.export(model, (texts(2, 40),), dynamic_shapes=(sizes,))
     torch.export.save(exported, tmp_path / "model.pt2")
