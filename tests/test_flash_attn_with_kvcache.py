@@ -34,9 +34,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def holding(lengths: list[int], rows: int = B) -> tuple[Tensor, Tensor]:
+def holding(lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Caches that hold NaN where nothing was written."""
-    k, v = random(2, rows, SLOTS, NK, D)
+    k, v = random(2, len(lengths), SLOTS, NK, D)
     for row, length in enumerate(lengths):
         k[row, length:], v[row, length:] = torch.nan, torch.nan
     return k, v
@@ -71,30 +71,34 @@ def with_slopes(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [{}, {"causal": True}, {"window_size": (4, 0)}, {"window_size": (6, 1)}, {"slopes": ()},
-     {"causal": True, "slopes": (B,)}, {"causal": True, "s_aux": torch.arange(N).double()}],
+     {"causal": True, "slopes": (B,)}, {"causal": True, "s_aux": torch.arange(N).double()},
+     {"causal": True, "rows": [4, 0, 2]}],
     ids=str,
 )  # fmt: skip
 def test_attends_to_what_the_cache_holds(
     options: dict[str, Any], lengths: list[int], new: int
 ) -> None:
     options = with_slopes(options)
-    caches = holding(lengths)
+    rows = options.pop("rows", None)
+    where = {} if rows is None else {"cache_batch_idx": torch.tensor(rows, dtype=torch.int32)}
+    held = dict(zip(rows or range(B), lengths, strict=True))
+    caches = holding([held.get(row, 0) for row in range(max(held) + 1)])
     before = [x.clone() for x in caches]
     q, k, v = random(B, max(new, 2), N, D), random(B, new, NK, D), random(B, new, NK, D)
     out, lse = flash_attn_with_kvcache(
         q, *caches, *((k, v) if new else ()), cache_seqlens=cu(lengths),
-        return_softmax_lse=True, **options,
+        return_softmax_lse=True, **where, **options,
     )  # fmt: skip
     whole = [
-        [torch.cat((x[b, :n], y[b])) for b, n in enumerate(lengths)]
+        [torch.cat((x[row, :n], y[b])) for b, (row, n) in enumerate(held.items())]
         for x, y in zip(before, (k, v), strict=True)
     ]
     expected, expected_lse = expected_of(q, *whole, **options)
     assert_close(out, expected)
     assert_close(lse, expected_lse)
     for cache, old, x in zip(caches, before, (k, v), strict=True):
-        for b, n in enumerate(lengths):
-            old[b, n : n + new] = x[b]
+        for b, (row, n) in enumerate(held.items()):
+            old[row, n : n + new] = x[b]
         assert torch.equal(cache.view(torch.int16), old.view(torch.int16))
 
 
@@ -107,28 +111,6 @@ def test_one_length_for_all_and_none() -> None:
     assert_close(flash_attn_with_kvcache(q, *caches), expected)
     # Rows behind the batch are not looked at.
     assert_close(flash_attn_with_kvcache(q[:2], *caches), expected[:2])
-
-
-@pytest.mark.parametrize("new", [0, 2])
-def test_rows_of_the_cache(new: int) -> None:
-    rows = [4, 0, 2]
-    caches = holding([LENGTHS[rows.index(i)] if i in rows else 0 for i in range(5)], rows=5)
-    before = [x.clone() for x in caches]
-    q, k, v = random(B, 1, N, D), random(B, new, NK, D), random(B, new, NK, D)
-    out = flash_attn_with_kvcache(
-        q, *caches, *((k, v) if new else ()), cache_seqlens=cu(LENGTHS),
-        cache_batch_idx=torch.tensor(rows, dtype=torch.int32), causal=True,
-    )  # fmt: skip
-    whole = [
-        [
-            torch.cat((x[row, :n], y[b]))
-            for b, (row, n) in enumerate(zip(rows, LENGTHS, strict=True))
-        ]
-        for x, y in zip(before, (k, v), strict=True)
-    ]
-    assert_close(out, expected_of(q, *whole, causal=True)[0])
-    for b, (row, n) in enumerate(zip(rows, LENGTHS, strict=True)):
-        assert torch.equal(caches[0][row, n : n + new], k[b])
 
 
 @pytest.mark.parametrize("new", [0, 1, 5])
