@@ -41,26 +41,19 @@ def hidden(*shape: int) -> Tensor:
     return torch.randn(*shape, 96, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("packs", [[None], [[7, 30, 31, 64], [40, 64]]], ids=["dense", "packed"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_training(models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
-    model, judge = models
-    x = hidden(2, 40)
-    out = (torch.compile(model, fullgraph=True) if compiled else model)(x)
-    expected = by_definition(judge, x)
-    plain.assert_close(out, expected, torch.bfloat16, "out")
-    out.float().square().mean().backward()
-    expected.square().mean().backward()
-    plain.assert_same_gradients(model, judge, torch.bfloat16)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_packed_training(models: tuple[nn.Module, nn.Module], compiled: bool) -> None:
+def test_training(
+    models: tuple[nn.Module, nn.Module], compiled: bool, packs: list[list[int] | None]
+) -> None:
     model, judge = models
     run = torch.compile(model, fullgraph=True) if compiled else model
-    for ends in ([7, 30, 31, 64], [40, 64]):
-        x = hidden(ends[-1])
-        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
-        out = run(x, cu_seqlens, int(cu_seqlens.diff().max()))
+    for ends in packs:
+        x, lengths = hidden(2, 40), ()
+        if ends:
+            x, cu_seqlens = hidden(ends[-1]), torch.tensor([0, *ends], dtype=torch.int32)
+            lengths = cu_seqlens, int(cu_seqlens.diff().max())
+        out = run(x, *lengths)
         expected = by_definition(judge, x, ends)
         plain.assert_close(out, expected, torch.bfloat16, "out")
         out.float().square().mean().backward()
