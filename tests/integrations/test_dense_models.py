@@ -22,7 +22,7 @@ from ascend_attn_ops.transformers import (  # noqa: E402
     register,
     unregister,
 )
-from support.small_models import make, packing, padding, targets, tokens  # noqa: E402
+from support.small_models import generated, make, packing, padding, targets, tokens  # noqa: E402
 from support.turns import nightly  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 # Errors of some 40 roundings in series, on logits of up to 10; norms compute in float32 everywhere.
 CLOSE = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rtol": 1e-4, "atol": 1e-4}}
 DENSE = ["Llama", "Qwen3", "Mistral", "GptOss"]
-# MiMo has sinks in its sliding layers only, and values smaller than keys.
-OTHERS = ["GraniteMoeSWA", "Flint", "MiMo-V2-Flash"]
+# MiMo has sinks in its sliding layers only, and values smaller than keys; Gemma3 no soft cap.
+OTHERS = ["GraniteMoeSWA", "Flint", "MiMo-V2-Flash", "Gemma3"]
 # Full attention is causal, and sliding windows are a band. GptOss has both in turns.
 MODES = {"Mistral": {4}, "GptOss": {3, 4}}
 
@@ -125,12 +125,7 @@ def alone(model: nn.Module, text: Tensor, pack: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_with_the_librarys_caches(name: str, cache: str, padded: bool) -> None:
-    arguments = {"attention_mask": padding("left")["attention_mask"]} if padded else {}
-    options = {
-        "max_new_tokens": 9, "do_sample": False, "output_logits": True, "disable_compile": True,
-        "return_dict_in_generate": True, "cache_implementation": cache,
-    }  # fmt: skip
-    expected, actual = (x.generate(tokens(), **arguments, **options) for x in pair(name))
+    expected, actual = (generated(x, cache, padded, max_new_tokens=9) for x in pair(name))
     assert torch.equal(actual.sequences, expected.sequences)
     # transformers returns logits in float32.
     close = 1e-6 if name == "GptOss" else 1e-4
@@ -267,6 +262,7 @@ def test_gradient_checkpointing(name: str) -> None:
 
 REFUSED = {
     "Gemma2": r"softcap: .* a soft cap of the scores, got one from Gemma2Attention",
+    "ImageGPT": "got ImageGPTConfig, whose models compute it themselves",
     "Inkling2": "got Inkling2TextConfig, whose models compute it themselves",
     "DeepSeek-V4": r"without an indexer .* got DeepseekV4Config; .* enable_dsa\(model\)",
     "DeepSeek-V3.2": r"without an indexer .* got DeepseekV32Config; .* enable_dsa\(model\)",
@@ -274,14 +270,6 @@ REFUSED = {
     "HY-V4": r"got HYV4Config; .* of a kind that this library does not compute",
     "GLM-MoE-DSA": r"without an indexer .* got GlmMoeDsaConfig; .* enable_dsa\(model\)",
 }
-
-
-def test_models_that_compute_their_attention_themselves_are_refused() -> None:
-    config = transformers.BloomConfig(
-        vocab_size=97, hidden_size=64, n_layer=1, n_head=4, attn_implementation="ascend"
-    )
-    with pytest.raises(NotImplementedError, match="got BloomConfig, whose models compute it"):
-        transformers.BloomForCausalLM(config)(tokens())
 
 
 def test_chunk_whose_mask_leaves_out_the_cache() -> None:
@@ -297,11 +285,6 @@ def test_chunk_whose_mask_leaves_out_the_cache() -> None:
 def test_what_the_operator_cannot_do_is_refused_by_name(refused: str) -> None:
     with pytest.raises(NotImplementedError, match=REFUSED[refused]):
         make(refused, "ascend")(tokens())
-
-
-def test_gemma3_without_a_soft_cap() -> None:
-    eager, ours = pair("Gemma3")
-    assert_close([ours(tokens()).logits], [eager(tokens()).logits])
 
 
 def test_attention_weights_are_refused() -> None:
@@ -353,40 +336,30 @@ def test_lengths_beside_a_mask_of_all_pairs() -> None:
         ours(tokens(1), attention_mask=masks["bias"], cu_seq_lens_q=ends)
 
 
-def test_a_pack_compiles_with_the_lengths_of_its_collator() -> None:
-    """In one graph, and other values do not compile it again."""
-    _, ours = pair("Llama")
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for lengths in ([15, 1, 24], [9, 11, 20]):
-        ends = torch.tensor([0, *accumulate(lengths)])
-        packed = {
-            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-            "labels": tokens(1), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
-        }  # fmt: skip
-        with torch._dynamo.config.patch(error_on_recompile=lengths != [15, 1, 24]):
-            losses = [model(tokens(1), **packed).loss for model in (compiled, ours)]
-        gradients = [
-            torch.autograd.grad(loss, ours.model.layers[0].self_attn.q_proj.weight)
-            for loss in losses
-        ]
-        assert_close([losses[0], *gradients[0]], [losses[1], *gradients[1]])
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_pack_compiles_with_its_positions(name: str, batch: int) -> None:
-    """In one graph, without a mask of all pairs. Other values do not compile it again."""
+@pytest.mark.parametrize(
+    ("name", "batch", "with_lengths"),
+    [("Llama", 1, True), *product(["Llama", "Mistral"], [1, 2], [False])],
+)
+def test_a_pack_compiles(name: str, batch: int, with_lengths: bool) -> None:
+    """In one graph: by the lengths of a collator, also beside a cache, or by its positions, without
+    a mask of all pairs. Other values do not compile it again."""
     _, ours = pair(name)
+    masked = mock.patch.object(masking_utils, "sdpa_mask", side_effect=AssertionError)
     torch.compiler.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for lengths in ([15, 1, 24], [9, 11, 20], [40]):
+    for lengths in ([15, 1, 24], [9, 11, 20], [40])[: 2 if with_lengths else 3]:
         positions = torch.cat([torch.arange(n) for n in lengths]).expand(batch, -1)
-        packed = {"position_ids": positions, "labels": tokens(batch), "use_cache": False}
+        ends = torch.tensor([0, *accumulate(lengths)])
+        of_collator = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        options = of_collator if with_lengths else {"use_cache": False}
         with (
             torch._dynamo.config.patch(error_on_recompile=lengths != [15, 1, 24]),
-            mock.patch.object(masking_utils, "sdpa_mask", side_effect=AssertionError),
+            nullcontext() if with_lengths else masked,
         ):
-            results = [model(tokens(batch), **packed) for model in (compiled, ours)]
+            results = [
+                model(tokens(batch), position_ids=positions, labels=tokens(batch), **options)
+                for model in (compiled, ours)
+            ]
         gradients = [
             torch.autograd.grad(x.loss, ours.model.layers[0].self_attn.q_proj.weight)
             for x in results

@@ -16,7 +16,16 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from ascend_attn_ops.transformers import disable_dsa, enable_dsa  # noqa: E402
 from support import fresh  # noqa: E402
-from support.small_models import SMALL_V4, SPARSE, make, packing, padding, targets, tokens  # noqa: E402
+from support.small_models import (  # noqa: E402
+    SMALL_V4,
+    SPARSE,
+    generated,
+    make,
+    packing,
+    padding,
+    targets,
+    tokens,
+)
 from support.turns import nightly  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
@@ -216,12 +225,7 @@ def test_all_or_nothing_is_enabled(name: str) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_with_the_librarys_caches(name: str, cache: str, padded: bool) -> None:
-    arguments = {"attention_mask": padding("left")["attention_mask"]} if padded else {}
-    options = {
-        "max_new_tokens": 5, "do_sample": False, "output_logits": True, "disable_compile": True,
-        "return_dict_in_generate": True, "cache_implementation": cache,
-    }  # fmt: skip
-    expected, actual = (x.generate(tokens(), **arguments, **options) for x in pair(name))
+    expected, actual = (generated(x, cache, padded, max_new_tokens=5) for x in pair(name))
     assert torch.equal(actual.sequences, expected.sequences)
     torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
     assert type(actual.past_key_values) is type(expected.past_key_values)

@@ -115,3 +115,12 @@ def targets(text: Tensor, valid: Tensor) -> Tensor:
     predicted = valid.clone()
     predicted[:, 1:] &= valid[:, :-1]
     return text.masked_fill(~predicted, -100)
+
+
+def generated(model: nn.Module, cache: str, padded: bool, **options: Any) -> Any:
+    """The best tokens behind some text, with their logits, from a cache of the library's."""
+    mask = {"attention_mask": padding("left")["attention_mask"]} if padded else {}
+    return model.generate(
+        tokens(), **mask, **options, cache_implementation=cache, do_sample=False,
+        output_logits=True, return_dict_in_generate=True, disable_compile=True,
+    )  # fmt: skip
