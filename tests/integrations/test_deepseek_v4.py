@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import test_sparse_models  # noqa: E402
 from ascend_attn_ops.transformers import enable_dsa  # noqa: E402
 from ascend_attn_ops.transformers._layers import CACHE  # noqa: E402
 from support.small_models import SMALL_V4, make, packing, padding, tokens  # noqa: E402
+from test_sparse_models import indexer_parameters  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -21,16 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
-def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """transformers' eager model, and the same one over our operators."""
-    eager = make("DeepSeek-V4", **SMALL_V4).to(dtype)
-    ours = copy.deepcopy(eager)
-    enable_dsa(ours, **options)
-    return eager, ours
-
-
-def of_indexers(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: x for name, x in model.named_parameters() if ".indexer." in name}
+pair = partial(test_sparse_models.pair, "DeepSeek-V4")
 
 
 @pytest.mark.parametrize("length", [29, 8, 3, 1])
@@ -84,7 +75,7 @@ def test_packed_sequences_are_compressed_each_by_itself() -> None:
 
 def test_the_models_own_backward_trains_the_indexer() -> None:
     _, ours = pair(torch.float32)
-    optimizer = torch.optim.Adam(of_indexers(ours).values(), lr=1e-3)
+    optimizer = torch.optim.Adam(indexer_parameters(ours).values(), lr=1e-3)
     history = []
     for _ in range(8):
         optimizer.zero_grad()
@@ -95,33 +86,13 @@ def test_the_models_own_backward_trains_the_indexer() -> None:
     assert history == sorted(history, reverse=True)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_adds_the_loss_once(reentrant: bool) -> None:
-    _, ours = pair()
-    ours(tokens(), labels=tokens(), use_cache=False).loss.backward()
-    expected = {x: y.grad for x, y in ours.named_parameters()}
-    ours.zero_grad(set_to_none=True)
-    ours.train()
-    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ours(tokens(), labels=tokens(), use_cache=False).loss.backward()
-    for name, x in ours.named_parameters():
-        torch.testing.assert_close(x.grad, expected[name], msg=name)
-
-
-def test_no_loss_without_gradients() -> None:
-    _, ours = pair()
-    with torch.no_grad():
-        ours(tokens())
-    assert ours.indexer_losses() == {}
-
-
 def test_what_is_not_trained_gets_nothing() -> None:
     _, ours = pair()
-    for x in of_indexers(ours).values():
+    for x in indexer_parameters(ours).values():
         x.requires_grad_(False)
     ours(tokens(), labels=tokens()).loss.backward()
     assert ours.indexer_losses() == {}
-    assert all(x.grad is None for x in of_indexers(ours).values())
+    assert all(x.grad is None for x in indexer_parameters(ours).values())
 
 
 def test_a_bfloat16_model() -> None:
