@@ -36,6 +36,7 @@ def form_of(recipe: Recipe) -> tuple[bool, bool, bool]:
 
 # One per layout; of operators without one, the first.
 ONE_LAYOUT = [recipe for recipe in RECIPES if recipe.layout in ("BSND", "")]
+PER_COMMIT = ("flash_attention_score", "sparse_flash_attention")
 WITH_DYNAMIC_SIZES = first_of_each(ONE_LAYOUT, kind_of, has_gradient)
 
 
@@ -85,13 +86,9 @@ def test_inductor(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     "operator",
     [
-        "flash_attention_score",
-        "sparse_flash_attention",
-        *(
-            pytest.param(x.name, marks=nightly)
-            for x in OPERATORS.values()
-            if not x.in_place and x.name not in ("flash_attention_score", "sparse_flash_attention")
-        ),
+        pytest.param(x, marks=() if x in PER_COMMIT else nightly)
+        for x in OPERATORS
+        if not OPERATORS[x].in_place
     ],
 )
 def test_inductor_under_limits(operator: str) -> None:
