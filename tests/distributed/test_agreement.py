@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -305,30 +304,19 @@ def inference_tensor(group: ProcessGroup) -> str:
         return message(lambda: call(**good))
 
 
-def wrong_unshard(group: ProcessGroup) -> str:
+# The argument of unshard on one rank, where the others give (2, 2).
+UNSHARDED: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "another shape": lambda: (torch.zeros(3, 2),),
+    "a gradient": lambda: (torch.zeros(2, 2, requires_grad=True),),
+    "a fake tensor": lambda: (FakeTensorMode().from_tensor(torch.zeros(2, 2)),),
+    "a freed axis": lambda: (torch.zeros(2, 2), freed(torch.tensor(0))),
+}
+
+
+def wrong_unshard(group: ProcessGroup, wrong: str) -> str:
     shards = SequenceShards([6], group)
-    return message(lambda: shards.unshard(torch.zeros(3 - (group.rank() == 0), 2)))
-
-
-def unshard_with_a_gradient(group: ProcessGroup) -> str:
-    shards = SequenceShards([6], group)
-    x = torch.zeros(2, 2, requires_grad=is_wrong(group))
-    return message(lambda: shards.unshard(x))
-
-
-def unshard_a_fake_tensor(group: ProcessGroup) -> str:
-    shards = SequenceShards([6], group)
-    with FakeTensorMode() if is_wrong(group) else nullcontext():
-        x = torch.zeros(2, 2)
-    return message(lambda: shards.unshard(x))
-
-
-def unshard_on_a_freed_axis(group: ProcessGroup) -> str:
-    shards = SequenceShards([6], group)
-    axis = torch.tensor(0)
-    if is_wrong(group):
-        axis = freed(axis)
-    return message(lambda: shards.unshard(torch.zeros(2, 2), axis))
+    arguments = UNSHARDED[wrong]() if is_wrong(group) else (torch.zeros(2, 2),)
+    return message(lambda: shards.unshard(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -342,10 +330,14 @@ def unshard_on_a_freed_axis(group: ProcessGroup) -> str:
         (breaks_a_limit, ".*query: expected Didx"),
         (wrong_without_tokens, r"ValueError: .*query: "),
         (inference_tensor, ".*sparse_indices: expected no inference tensor where gradients are"),
-        (wrong_unshard, r".*x: expected the 2 tokens .* on axis 0, got shape \(3, 2\)"),
-        (unshard_with_a_gradient, ".*gradient: expected the same on .*, got False on rank 0"),
-        (unshard_a_fake_tensor, r".*x: expected a tensor .*, got FakeTensor \(on rank 2\)"),
-        (unshard_on_a_freed_axis, r".*dim: expected a whole number, got a tensor of int64 \[\] "),
+        (partial(wrong_unshard, wrong="another shape"),
+         r".*x: expected the 2 tokens .* on axis 0, got shape \(3, 2\)"),
+        (partial(wrong_unshard, wrong="a gradient"),
+         ".*gradient: expected the same on .*, got False on rank 0"),
+        (partial(wrong_unshard, wrong="a fake tensor"),
+         r".*x: expected a tensor .*, got FakeTensor \(on rank 2\)"),
+        (partial(wrong_unshard, wrong="a freed axis"),
+         r".*dim: expected a whole number, got a tensor of int64 \[\] "),
     ],
 )  # fmt: skip
 def test_other_calls(call: Callable[..., str], expected: str) -> None:
