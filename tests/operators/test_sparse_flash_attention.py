@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -87,32 +88,18 @@ def both(latent: Tensor) -> Tensor:
     return attend(latent, latent)
 
 
-def saved_on_cpu(latent: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return both(latent)
+def with_views(key: Tensor, value: Tensor, others: dict[str, Any] | None = None) -> Tensor:
+    return attend(key[:, :], value[:, :], others)
 
 
-def saved_as_copies(latent: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
-        return both(latent)
+def within(
+    context: Callable[[], Any], call: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    def in_context(latent: Tensor) -> Tensor:
+        with context():
+            return call(latent)
 
-
-def with_a_view(latent: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
-        return attend(latent[:, :], latent[:, :])
-
-
-def under_autocast(latent: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return both(latent.float())
-
-
-def checkpointed(latent: Tensor) -> Tensor:
-    return checkpoint(both, latent, use_reentrant=False)
-
-
-def checkpointed_by_reentrance(latent: Tensor) -> Tensor:
-    return checkpoint(both, latent, use_reentrant=True)
+    return in_context
 
 
 def in_one_graph(call: Callable[..., Tensor], latent: Tensor) -> Tensor:
@@ -121,21 +108,23 @@ def in_one_graph(call: Callable[..., Tensor], latent: Tensor) -> Tensor:
     return function(latent, latent, arguments())
 
 
-def compiled(latent: Tensor) -> Tensor:
-    return in_one_graph(attend, latent)
+copies = partial(torch.autograd.graph.saved_tensors_hooks, Tensor.clone, Tensor.clone)
+autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "saved on the CPU": within(torch.autograd.graph.save_on_cpu, both),
+    "saved as copies": within(copies, both),
+    "with a view": within(copies, lambda latent: with_views(latent, latent)),
+    "under autocast": within(autocast, lambda latent: both(latent.float())),
+    "checkpointed": partial(checkpoint, both, use_reentrant=False),
+    "checkpointed by reentrance": partial(checkpoint, both, use_reentrant=True),
+    "compiled": partial(in_one_graph, attend),
+    "compiled with views": partial(in_one_graph, with_views),
+}
 
 
-def compiled_with_views(latent: Tensor) -> Tensor:
-    return in_one_graph(lambda k, v, others: attend(k[:, :], v[:, :], others), latent)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [saved_on_cpu, saved_as_copies, with_a_view, under_autocast, checkpointed,
-     checkpointed_by_reentrance, compiled, compiled_with_views],
-)  # fmt: skip
-def test_value_stays_key(call: Callable[[Tensor], Tensor]) -> None:
-    assert torch.equal(gradient(call), gradient(both))
+@pytest.mark.parametrize("call", CALLS)
+def test_value_stays_key(call: str) -> None:
+    assert torch.equal(gradient(CALLS[call]), gradient(both))
 
 
 def test_a_tensor_is_saved_once() -> None:
