@@ -16,10 +16,9 @@ from ascend_attn_check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENT
 from ascend_attn_check.samples.sparse_flash_mla import SPARSE_FLASH_MLA, MlaCase
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.statistics import by_head, by_sequence
-from support.attention import qkv, to_layout
+from support.attention import to_layout
 from support.samples import Sample
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -108,15 +107,34 @@ def attention(query: Tensor, kv: Tensor, _: Tensor | None) -> tuple[Tensor, Tens
     return out, ops.log_sum_exp(*statistics)
 
 
-@pytest.mark.parametrize("attend", [mla, attention])
-def test_merged_parts_have_the_gradients_of_the_whole(attend: Callable[..., Any]) -> None:
+def dense(query: Tensor, kv: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, *statistics = ops.flash_attention_score(
+        query, kv, kv.flip(-1), num_heads=4, layout="BSND"
+    )  # fmt: skip
+    return out, ops.log_sum_exp(*statistics)[..., 0].transpose(1, 2)
+
+
+PARTS = [(4, 5), (0, 9), (3, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("attend", "key_heads", "parts"),
+    [
+        *itertools.product([mla], [1], PARTS[::2]),  # its log-sum-exp of no keys is 0
+        *itertools.product([attention], [1], PARTS), *itertools.product([dense], [1, 4], PARTS),
+    ],
+)  # fmt: skip
+def test_merged_parts_have_the_gradients_of_the_whole(
+    attend: Callable[..., Any], key_heads: int, parts: tuple[int, ...]
+) -> None:
     query, kv, sink, d_out = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((1, 6, 4, 8), (1, 9, 1, 8), (4,), (1, 6, 4, 8))
+        for shape in ((1, 6, 4, 8), (1, 9, key_heads, 8), (4,), (1, 6, 4, 8))
     )
     leaves = [query, kv, sink] if attend is mla else [query, kv]
-    parts = [attend(query, kv[:, :4], sink), attend(query, kv[:, 4:], None)]
-    outs, lses = zip(*((out.flatten(0, 2), lse.flatten()) for out, lse in parts), strict=True)
+    last, *others = kv.split(parts, 1)[::-1]
+    results = [attend(query, last, sink), *(attend(query, x, None) for x in others)]
+    outs, lses = zip(*((out.flatten(0, 2), lse.flatten()) for out, lse in results), strict=True)
     merged, merged_lse = ops.attention_update(lses, outs)
     out, lse = attend(query, kv, sink)
     torch.testing.assert_close(merged.view_as(out), out)
@@ -168,26 +186,6 @@ def test_gradcheck(
         return out, lse.masked_fill(lse.isinf(), 0)
 
     assert torch.autograd.gradcheck(function, list(given.values()))
-
-
-@pytest.mark.parametrize("key_heads", [1, 4])
-@pytest.mark.parametrize("parts", [(4, 5), (0, 9), (3, 3, 3)], ids=str)
-def test_parts_of_the_keys_merge(parts: tuple[int, ...], key_heads: int) -> None:
-    given = [x.requires_grad_() for x in qkv(6, 9, key_heads)]
-    query, key, value = given
-    outs, lses = [], []
-    for k, v in zip(key.split(parts, 2), value.split(parts, 2), strict=True):
-        out, maximum, total = ops.flash_attention_score(query, k, v, layout="BNSD")
-        outs.append(out.flatten(0, 2))
-        lses.append(ops.log_sum_exp(maximum, total)[..., 0].flatten())
-    merged, _ = ops.attention_update(lses, outs)
-    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(merged.view_as(expected), expected)
-    d_out = torch.randn_like(expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(merged, given, d_out.view_as(merged)),
-        torch.autograd.grad(expected, given, d_out),
-    )
 
 
 # The log-sum-exp itself, and packs.
