@@ -18,11 +18,10 @@ from ascend_attn_ops.debug.recording import replay
 from ascend_attn_ops.reference.call import bytes_of
 from support import fresh
 from support.freed import freed
-from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-from test_comparison import KEY, QUERY, Faulty  # noqa: E402
+from test_comparison import KEY, QUERY, Faulty, attend  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
@@ -38,12 +37,6 @@ REPLAY = (
 def in_new_process(code: str, argument: Path) -> fresh.Ended:
     start = f"import sys, ascend_attn_ops\nsys.argv[1:] = [{str(argument)!r}]\n"
     return fresh.run(f"{start}ascend_attn_ops.set_limits(None)\n{code}")
-
-
-def attend(query: Tensor = QUERY, key: Tensor = KEY, num_heads: int = 4) -> Tensor:
-    return ops.flash_attention_score(
-        query, key, key, num_heads=num_heads, layout="BSND", sparse_mode=3
-    )[0]  # fmt: skip
 
 
 @pytest.fixture
