@@ -20,6 +20,7 @@ from support.flash_attention_in_torch import (
     attend_packed,
     cu,
     in_blocks,
+    packed,
     visible,
 )
 from torch import Tensor
@@ -46,16 +47,6 @@ def qkv(
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sq * 100 + skv)
     shapes = (B, sq, N, D), (B, skv, key_heads, D), (B, skv, key_heads, value_size)
-    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
-
-
-def packed(
-    cu_q: list[int], cu_k: list[int], key_heads: int = N, dtype: torch.dtype = torch.float64,
-    behind: int = 0, size: int = D,
-) -> list[Tensor]:  # fmt: skip
-    generator = torch.Generator().manual_seed(len(cu_q))
-    sizes = (cu_q[-1] + behind, N), (cu_k[-1] + behind, key_heads), (cu_k[-1] + behind, key_heads)
-    shapes = [(*x, size) for x in sizes]
     return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_ops.flash_attn import flash_attn_varlen_func, register_flash_attention_impl
-from support.flash_attention_in_torch import assert_gradients, attend_packed, cu, in_blocks
+from support.flash_attention_in_torch import assert_gradients, attend_packed, cu, in_blocks, packed
 from torch import Tensor
 
 HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
-N, D = 4, 16
+N = 4
 CU_Q, CU_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 40]
 
 
@@ -51,14 +52,7 @@ def window(left: int, right: int) -> dict[str, Any]:
     return {"window_size": (left, right)}
 
 
-def tensors(
-    key_heads: int = N, behind: int = 0, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = (CU_Q[-1] + behind, N), (CU_K[-1] + behind, key_heads), (CU_K[-1] + behind, key_heads)
-    return [torch.randn(*x, D, generator=generator, dtype=torch.float64).to(dtype) for x in sizes]
-
-
+tensors = partial(packed, CU_Q, CU_K, size=16)
 LENGTHS = cu(CU_Q), cu(CU_K), 7, 28
 
 
@@ -72,7 +66,7 @@ def test_forward_and_backward(
     if key_heads < N:
         needs("enable_gqa")
         options["enable_gqa"] = True
-    leaves = [x.requires_grad_() for x in tensors(key_heads, behind)]
+    leaves = [x.requires_grad_() for x in tensors(key_heads, behind=behind)]
     out = varlen_attn(*leaves, *LENGTHS, **options)
     expected, _ = attend_packed(*leaves, CU_Q, CU_K, window_size=bounds)
     # The statistics for the backward are float32.

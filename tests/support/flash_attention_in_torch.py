@@ -16,6 +16,17 @@ def cu(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def packed(
+    cu_q: list[int], cu_k: list[int], key_heads: int = 4, dtype: torch.dtype = torch.float64,
+    behind: int = 0, size: int = 24,
+) -> list[Tensor]:  # fmt: skip
+    """The same query, of 4 heads, key and value each time, with tokens behind the sequences."""
+    generator = torch.Generator().manual_seed(len(cu_q))
+    sizes = (cu_q[-1] + behind, 4), (cu_k[-1] + behind, key_heads), (cu_k[-1] + behind, key_heads)
+    shapes = [(*x, size) for x in sizes]
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
+
+
 def assert_gradients(
     actual: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float | None = None
 ) -> None:
