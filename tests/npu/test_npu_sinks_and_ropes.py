@@ -6,7 +6,6 @@ Run on every device of run.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import ascend_attn_ops as ops
 import cann_simulator
@@ -17,7 +16,6 @@ from ascend_attn_check.gradients import (
     incoming_gradients,
     outputs_and_gradients,
 )
-from ascend_attn_check.samples import flash_attention_score
 from ascend_attn_check.samples.flash_attention_score import FlashCase, build
 from ascend_attn_ops._core.statistics import by_token
 from support.samples import OPERATORS, Recipe, Sample
@@ -32,25 +30,25 @@ PRODUCT, CANN = DEVICE
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 
-def bounds_of(sample: Sample, outputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    assert OPERATOR.gradient is not None
-    assert OPERATOR.gradient.expected is not None
-    bounds = OPERATOR.gradient.expected(sample, outputs, *incoming_gradients(sample, outputs))
-    return dict(zip(OPERATOR.gradient.inputs, bounds, strict=True))
+def assert_within_the_bounds(sample: Sample) -> None:
+    gradient = OPERATOR.gradient
+    assert gradient is not None
+    assert gradient.expected is not None
+    outputs, gradients = outputs_and_gradients(sample.to("npu"))
+    assert all(x.device.type == "npu" for x in (*outputs, *gradients))
+    outputs = tuple(x.cpu() for x in outputs)
+    OPERATOR.bounds.check(sample, outputs)
+    bounds = gradient.expected(sample, outputs, *incoming_gradients(sample, outputs))
+    expected = dict(zip(gradient.inputs, bounds, strict=True))
+    for name, x in zip(differentiable_names(sample), gradients, strict=True):
+        expected[name].check(x.cpu())
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT], ids=str)
 @pytest.mark.parametrize("recipe", EXTENDED, ids=lambda recipe: recipe.id)
 def test_within_the_bounds(recipe: Recipe, dtype: torch.dtype) -> None:
     """Whichever functions compute it. test_npu_equals_cpu.py compares bits, in half types."""
-    sample = recipe.make(dtype)
-    outputs, gradients = outputs_and_gradients(sample.to("npu"))
-    assert all(x.device.type == "npu" for x in (*outputs, *gradients))
-    outputs = tuple(x.cpu() for x in outputs)
-    OPERATOR.bounds.check(sample, outputs)
-    expected = bounds_of(sample, outputs)
-    for name, x in zip(differentiable_names(sample), gradients, strict=True):
-        expected[name].check(x.cpu())
+    assert_within_the_bounds(recipe.make(dtype))
 
 
 SINK = FlashCase(d=(16, 16), sink=True)
@@ -94,16 +92,10 @@ def test_launched_functions(
         # The kernel's sums for the gradient of a sink overflow, or miss a part. Ropes that the
         # kernel reads in place stay with it.
         gradient = gradient if (case, dtype) == (BOTH, BF16) else BEFORE_9_1.get(gradient, gradient)
-    sample = flash_attention_score.build(case, dtype)
     with cann_simulator.recorded_calls() as log:
-        outputs, gradients = outputs_and_gradients(sample.to("npu"))
+        assert_within_the_bounds(build(case, dtype))
     names = [x["function"].removeprefix("aclnnFlashAttention") for x in log if x.get("phase") == 1]
     assert [x for x in names if "Score" in x] == [forward, gradient]
-    outputs = tuple(x.cpu() for x in outputs)
-    OPERATOR.bounds.check(sample, outputs)
-    expected = bounds_of(sample, outputs)
-    for name, x in zip(differentiable_names(sample), gradients, strict=True):
-        expected[name].check(x.cpu())
 
 
 # Attention over parts of the keys, merged by log-sum-exp, has the CPU's gradients, which are of
