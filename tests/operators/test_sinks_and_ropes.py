@@ -133,11 +133,8 @@ Function = Callable[..., Tensor]
 def attend_causally(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, query_rope: Tensor, key_rope: Tensor
 ) -> Tensor:
-    out, *_ = ops.flash_attention_score(
-        query, key, value, num_heads=N, layout="BNSD", sparse_mode=3, sink=sink,
-        query_rope=query_rope, key_rope=key_rope,
-    )  # fmt: skip
-    return out
+    ropes = {"query_rope": query_rope, "key_rope": key_rope}
+    return attend(query, key, value, sparse_mode=3, sink=sink, **ropes)[0]
 
 
 def stated(
