@@ -53,23 +53,15 @@ def with_scores_of(size: float, sample: Sample) -> Sample:
 @by_turns(4)
 @each_dtype
 @each_size
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
-def test_dense_attention(case: FlashCase, size: float, dtype: torch.dtype) -> None:
-    sample = with_scores_of(size, flash_attention_score.build(case, dtype))
-    weights = probabilities.dense(sample)
-    one_block = case.s[1] <= 512
+@pytest.mark.parametrize("case", [*DENSE, *SPARSE], ids=lambda case: case.id)
+def test_weights(case: FlashCase | SparseCase, size: float, dtype: torch.dtype) -> None:
+    if isinstance(case, FlashCase):
+        sample, one_block = flash_attention_score.build(case, dtype), case.s[1] <= 512
+        weights = probabilities.dense(with_scores_of(size, sample))
+    else:
+        sample, one_block = sparse_flash_attention.build(case, dtype), case.k <= 128
+        weights = probabilities.sparse(with_scores_of(size, sample))
     weights.assert_same(exact=one_block and dtype != torch.bfloat16)
-    weights.assert_rows_add_up()
-
-
-@by_turns(4)
-@each_dtype
-@each_size
-@pytest.mark.parametrize("case", SPARSE, ids=lambda case: case.id)
-def test_sparse_attention(case: SparseCase, size: float, dtype: torch.dtype) -> None:
-    sample = with_scores_of(size, sparse_flash_attention.build(case, dtype))
-    weights = probabilities.sparse(sample)
-    weights.assert_same(exact=case.k <= 128 and dtype != torch.bfloat16)
     weights.assert_rows_add_up()
 
 
