@@ -134,19 +134,6 @@ def test_autocast_casts_what_the_operators_cast() -> None:
         torch.testing.assert_close(found[name], x.float(), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("weight", "kind", "message"),
-    [
-        ("1", TypeError, "indexer_loss_weight: expected"),
-        (torch.ones(2), ValueError, "indexer_loss_weight: expected one element"),
-    ],
-)
-def test_wrong_weights(weight: Any, kind: type[Exception], message: str) -> None:
-    given = inputs()
-    with pytest.raises(kind, match=message):
-        attend(given, select(given), indexer_loss_weight=weight)
-
-
 def test_limits_hold_in_the_backward() -> None:
     """Autograd's thread of a device is outside of the block in which the forward was."""
     given = inputs(torch.bfloat16)

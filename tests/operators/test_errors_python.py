@@ -80,6 +80,7 @@ shape = partial(
 to_nz = partial(ops.nd_to_nz, cache=torch.randn(2, 3, 1, 16))
 to_nd = partial(ops.nz_to_nd, cache=torch.randn(2, 2, 4, 8), num_heads=2)
 loss = partial(ops.lightning_indexer_kl_loss, **dict.fromkeys(LOSS, Q), scale_value=1.0)
+with_loss = partial(ops.sparse_flash_mla_with_indexer_loss, *(Q,) * 7, scale_value=1.0)
 NO_ATTENTION = dict.fromkeys(("query", "key", "softmax_max", "softmax_sum", "scale_value"))
 attach = partial(ops.attach_loss, output=Q, loss=K)
 module = partial(ops.LightningIndexer, hidden_size=8, num_heads=2, head_dim=8, rope_dim=4)
@@ -328,6 +329,10 @@ WRONG: dict[Callable[..., Any], tuple[str, list[Case]]] = {
         ({"normalizer": 10**400}, TYPE, "normalizer: expected a number, got 1000"),
         ({"normalizer": TWO}, VALUE, "normalizer: expected one element"),
         ({"normalizer": freed(torch.ones(()))}, VALUE, "normalizer: expected a storage that holds"),
+    ]),
+    with_loss: ("sparse_flash_mla_with_indexer_loss", [
+        ({"indexer_loss_weight": "1"}, TYPE, "indexer_loss_weight: expected a number, got '1'"),
+        ({"indexer_loss_weight": TWO}, VALUE, "indexer_loss_weight: expected one element"),
     ]),
     attach: ("attach_loss", [
         ({"output": TWO}, TYPE, "output: expected a floating point dtype"),
