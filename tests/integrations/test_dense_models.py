@@ -309,19 +309,25 @@ def test_lengths_of_a_collator(name: str, positions: bool, lengths: Any) -> None
         ours(text, past_key_values=cache, **arguments)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_packed_images(window: int | None) -> None:
-    """As vision towers call an attention with "flash" in its name: patches attend both ways."""
-    query, key, value = torch.randn(3, 1, 2, 40, 16)
-    ends = torch.tensor([0, 15, 40])
+@pytest.mark.parametrize(("window", "images"), [(None, True), (4, True), (7, False)])
+def test_layers_that_are_called_without_a_mask(window: int | None, images: bool) -> None:
+    """They keep their window. Vision towers pack images whose patches attend both ways, as they
+    call an attention with "flash" in its name."""
+    query, (key, value) = torch.randn(1, 4, 40, 16), torch.randn(2, 1, 2, 40, 16)
+    options: dict[str, Any] = {}
+    seen = torch.ones(40, 40).tril()
+    if images:
+        ends = torch.tensor([0, 15, 40])
+        options = {"is_causal": False, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        seen = torch.block_diag(torch.ones(15, 15), torch.ones(25, 25))
     out, _ = _dense.attention(
-        nn.Module(), query, key, value, None, is_causal=False, sliding_window=window,
-        cu_seq_lens_q=ends, cu_seq_lens_k=ends,
-    )  # fmt: skip
-    seen = torch.block_diag(torch.ones(15, 15), torch.ones(25, 25)).bool()
+        nn.Module(), query, key, value, None, sliding_window=window, **options
+    )
     if window:
-        seen &= torch.ones(40, 40).triu(1 - window).tril(window - 1).bool()
-    expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        seen = seen.triu(1 - window).tril(window - 1)
+    expected = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen.bool(), enable_gqa=True
+    )
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
@@ -365,19 +371,6 @@ def test_a_pack_compiles(name: str, batch: int, with_lengths: bool) -> None:
             for x in results
         ]
         assert_close([results[0].logits, *gradients[0]], [results[1].logits, *gradients[1]])
-
-
-def test_window_that_only_the_layer_knows() -> None:
-    """A layer called without a mask keeps its window."""
-    query = torch.randn(1, 4, 40, 16)
-    key, value = torch.randn(2, 1, 2, 40, 16)
-    layer = nn.Module()
-    out, _ = _dense.attention(layer, query, key, value, None, sliding_window=7)
-    near = torch.ones(40, 40).tril().triu(-6).bool()
-    expected = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=near, enable_gqa=True
-    )
-    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_registering_can_be_undone() -> None:
