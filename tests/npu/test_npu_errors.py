@@ -66,6 +66,21 @@ def test_a_tensor_on_another_device(operator: str, name: str) -> None:
             sample.replace(**{name: elsewhere}).call(torch.ops.ascend)
 
 
+# Prints the device in force, and what becomes of a call.
+CALL = f"""
+    import torch, ascend_attn_ops
+    from ascend_attn_ops._core.device_limits import device_in_force
+    from device_samples import first
+    print(device_in_force())
+    sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
+    try:
+        sample.call(torch.ops.ascend)
+        print("accepted")
+    except NotImplementedError as error:
+        print(error)
+"""
+
+
 @once
 def test_missing_function(tmp_path: Path) -> None:
     """A CANN without an operator library."""
@@ -73,18 +88,7 @@ def test_missing_function(tmp_path: Path) -> None:
         for library in Path(folder).glob("lib*.so"):
             if library.name != "libopapi.so":
                 (tmp_path / library.name).symlink_to(library)
-    text, _ = run_in_new_process(
-        f"""
-        import torch, ascend_attn_ops
-        from device_samples import first
-        sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
-        try:
-            sample.call(torch.ops.ascend)
-        except NotImplementedError as error:
-            print(error)
-        """,
-        LD_LIBRARY_PATH=str(tmp_path),
-    )
+    text, _ = run_in_new_process(CALL, LD_LIBRARY_PATH=str(tmp_path))
     assert "aclnnSparseFlashAttention: is not in this CANN" in text
 
 
@@ -93,21 +97,8 @@ def test_missing_function(tmp_path: Path) -> None:
     "name", [pytest.param(x, marks=() if x == "950" else nightly) for x, _ in _C.products]
 )
 def test_product(name: str) -> None:
-    text, _ = run_in_new_process(
-        f"""
-        import torch, ascend_attn_ops
-        from ascend_attn_ops._core.device_limits import device_in_force
-        from device_samples import first
-        print(device_in_force())
-        sample = first("{ATTENTION}").make(torch.bfloat16).to("npu")
-        try:
-            sample.call(torch.ops.ascend)
-            print("accepted")
-        except NotImplementedError as error:
-            print(error)
-        """,
-        **cann_simulator.environment(task_queue=TASK_QUEUE, product=name),
-    )
+    environment = cann_simulator.environment(task_queue=TASK_QUEUE, product=name)
+    text, _ = run_in_new_process(CALL, **environment)
     in_force, outcome = text.strip().splitlines()[-2:]
     assert in_force == f"Ascend {name} with CANN 9.1"
     (row,) = (row for row in table() if row["operator"] == ATTENTION)
