@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_npu
 from support.simulated_npu import captured, run_in_new_process
-from test_npu_graphs import capture, dense, packed, poison, same_bytes
+from test_npu_graphs import assert_replays, capture, dense, packed, poison, same_bytes
 from torch import Tensor
 
 pytestmark = [captured, pytest.mark.usefixtures("no_limits")]
@@ -126,10 +126,7 @@ def test_updated_lengths(name: str) -> None:
                       for given in (first, second)]  # fmt: skip
             graph.update(cpu_update_input=per_launch(name, update))
             for _ in range(2):
-                poison(outputs)
-                graph.replay()
-                torch.npu.synchronize()
-                assert same_bytes(outputs, seen[-1])
+                assert_replays(graph, outputs, seen[-1])
     assert not same_bytes(seen[0], seen[-2])
 
 
@@ -231,9 +228,7 @@ def test_strided_tensors() -> None:
             x.mul_(0.5)
             view.copy_(x)
         graph.update(cpu_update_input=[{KEY: lengths}])
-        poison(outputs)
-        graph.replay()
-        assert same_bytes(outputs, prompt(tensors, **{KEY: lengths}))
+        assert_replays(graph, outputs, prompt(tensors, **{KEY: lengths}))
     # A launch of one's own has nowhere to copy them to.
     with pytest.raises(NotImplementedError, match="expected contiguous tensors"):
         launch(views, [3, 5], memory_of(tensors[0]))
@@ -280,8 +275,7 @@ def test_calls_without_lengths_have_nothing_to_update() -> None:
     count = 0 if "should_handle" in inspect.getsource(torch_npu.npu.graphs) else 1
     with pytest.raises(RuntimeError, match=f"{count} operators"):
         graph.update(cpu_update_input=[{KEY: [3, 5]}, {KEY: [3, 5]}])
-    graph.replay()
-    assert same_bytes(outputs, prompt(tensors))
+    assert_replays(graph, outputs, prompt(tensors))
 
 
 # Several streams in one capture.
@@ -308,11 +302,7 @@ def test_a_stream_that_waits_for_the_captured_one_is_captured() -> None:
     for factor in (0.5, 3):
         for x in tensors:
             x.mul_(factor)
-        poison(outputs)
-        graph.replay()
-        torch.npu.synchronize()
-        replayed = [x.clone() for x in outputs]
-        assert same_bytes(replayed, step())
+        assert_replays(graph, outputs, step())
     assert joined == [True, False, False]
 
 

@@ -73,6 +73,13 @@ def same_bytes(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(bytes_of(x.cpu()), bytes_of(y.cpu())) for x, y in pairs)
 
 
+def assert_replays(graph: Any, outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    poison(outputs)
+    graph.replay()
+    torch.npu.synchronize()
+    assert same_bytes(outputs, expected)
+
+
 TRAINED = [x for x in WITHOUT_WAITING if x.differentiable and not waits_in_backward(x)]
 
 
@@ -94,10 +101,7 @@ def test_replays_compute_with_what_the_tensors_hold(recipe: Recipe, with_gradien
         step.fill(contents)
         seen.append(step())
         for _ in range(2):
-            poison(outputs)
-            graph.replay()
-            torch.npu.synchronize()
-            assert same_bytes(outputs, seen[-1])
+            assert_replays(graph, outputs, seen[-1])
     assert not same_bytes(*seen) or not any(x.numel() for x in original.tensors.values())
 
 
