@@ -33,7 +33,7 @@ from ascend_attn_ops._core.device_limits import device_in_force
 from cann_simulator._products import missing_functions
 from device_samples import first
 from support.samples import Recipe, Sample
-from support.simulated_npu import DEVICE, TASK_QUEUE, run_in_new_process
+from support.simulated_npu import DEVICE, TASK_QUEUE, first_phases, run_in_new_process
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -57,15 +57,6 @@ def poisoned_memory() -> None:
 
 def cpu(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.cpu() for x in outputs)
-
-
-def first_phases(log: list[dict[str, Any]], function: str) -> list[dict[str, Any]]:
-    """The arguments of every call of a function, and what its context said of determinism."""
-    return [
-        {**entry["arguments"], "context": entry["deterministic"]}
-        for entry in log
-        if entry.get("phase") == 1 and entry["function"] == function
-    ]
 
 
 def test_the_versions_are_those_of_the_simulation() -> None:

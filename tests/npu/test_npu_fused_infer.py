@@ -15,7 +15,7 @@ import torch
 from ascend_attn_check.samples import fused_infer_attention_score as samples
 from ascend_attn_check.samples.fused_infer_attention_score import InferCase
 from support.samples import Sample
-from support.simulated_npu import DEVICE
+from support.simulated_npu import DEVICE, first_phases
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
@@ -54,14 +54,10 @@ WITHOUT_KEYS = [
 ]  # fmt: skip
 
 
-def first_phases(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [x["arguments"] for x in log if x.get("phase") == 1 and x["function"] == FUNCTION]
-
-
 def launched(sample: Sample) -> tuple[tuple[Tensor, ...], list[dict[str, Any]]]:
     with cann_simulator.recorded_calls() as log:
         outputs = sample.to("npu").call(torch.ops.ascend)
-    return tuple(x.cpu() for x in outputs), first_phases(log)
+    return tuple(x.cpu() for x in outputs), first_phases(log, FUNCTION)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from ascend_attn_check.samples.sparse import SparseCase
 from ascend_attn_check.samples.sparse_flash_attention import SPARSE_FLASH_ATTENTION
 from ascend_attn_check.samples.sparse_flash_mla import DEVICE, SPARSE_FLASH_MLA, MlaCase
 from support.samples import Sample
-from support.simulated_npu import captured
+from support.simulated_npu import captured, first_phases
 from support.tolerance import assert_same_bits
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_limits")
 
+FUNCTION = "aclnnSparseFlashAttention"
 # Three tokens of a batch select 12 keys, of the 96 that its blocks hold.
 SELECTED = SparseCase(
     b=2, s=(3, 90), lengths=((3, 2), (90, 33)), k=4, page=16, rope=8, statistics=True,
@@ -45,8 +46,7 @@ def launches(sample: Sample) -> list[dict[str, Any]]:
     with cann_simulator.computing(False), cann_simulator.recorded_calls() as log:
         sample.call(torch.ops.ascend)
         torch.npu.synchronize()
-    return [x["arguments"] for x in log if x.get("function") == "aclnnSparseFlashAttention"
-            and "arguments" in x]  # fmt: skip
+    return first_phases(log, FUNCTION)
 
 
 def sizes(argument: dict[str, Any]) -> list[int]:
@@ -144,11 +144,7 @@ def test_more_than_256_megabytes_are_gathered_in_parts() -> None:
         before = torch.npu.memory_allocated()
         call()
         torch.npu.synchronize()
-    keys = [
-        x["arguments"]["key"]["sizes"]
-        for x in log
-        if x.get("function") == "aclnnSparseFlashAttention" and "arguments" in x
-    ]
+    keys = [call["key"]["sizes"] for call in first_phases(log, FUNCTION)]
     assert keys == [[113, count, 1, 512], [7, count, 1, 512]]
     # The index arithmetic takes a part of it more.
     assert torch.npu.max_memory_allocated() - before < 1.3 * 2**28

@@ -80,6 +80,12 @@ def attention_functions(calls: list[dict[str, Any]]) -> Counter[str]:
     return Counter(x["function"] for x in calls if x.get("phase") == 2 and x["function"] in ours)
 
 
+def first_phases(calls: list[dict[str, Any]], function: str) -> list[dict[str, Any]]:
+    """The arguments of each recorded call of a function, and its context's determinism."""
+    found = [x for x in calls if x.get("phase") == 1 and x["function"] == function]
+    return [{**x["arguments"], "context": x["deterministic"]} for x in found]
+
+
 # torch_npu, the simulated CANN and the library read these when they are imported.
 READ_AT_IMPORT = ("CANN_SIM_SOC", "CANN_SIM_VERSION", "LD_LIBRARY_PATH", "ASCEND_ATTN_OPS_CHECK")
 
