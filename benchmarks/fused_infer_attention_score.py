@@ -30,11 +30,13 @@ class Case(NamedTuple):
     rope: int = 0
     pages: str = "rows"  # "heads", "fractals", or "" for contiguous keys
     block_size: int = 128
+    int8: bool = False  # keys and values, with a scale for each channel
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.key_heads}"
         rope = f"+{self.rope}" if self.rope else ""
         form = f"pages of {self.pages}" if self.pages else "contiguous"
+        form += " in int8" if self.int8 else ""
         tokens = f"{self.queries} over {self.keys}"
         return f"B={self.batch} N={heads} D={self.size}{rope}, {tokens}, {form}"
 
@@ -47,12 +49,16 @@ class Case(NamedTuple):
             "heads": (blocks, self.key_heads, self.block_size, size),
             "fractals": (blocks, self.key_heads, size // 16, self.block_size, 16),
         }[self.pages]
+        if self.int8:
+            shape = (blocks, self.key_heads, size // 32, self.block_size, 32)
+            return torch.randint(-128, 128, shape, dtype=torch.int8)
         return torch.randn(shape).bfloat16()
 
 
 CASES = [
     *(Case(batch, 1, 4096, 16, 16) for batch in (1, 8)),
     *(Case(8, 1, 4096, 32, 8, pages=pages) for pages in ("", "rows", "heads", "fractals")),
+    *(Case(8, 1, 16384, 32, 8, pages="fractals", int8=int8) for int8 in (False, True)),
     Case(8, 4, 4096, 32, 8),  # speculative decoding
     Case(4, 1, 4096, 128, 1, size=512, rope=64),  # absorbed latent attention
     Case(1, 512, 4096, 32, 8),  # a chunk of a prompt
@@ -77,7 +83,6 @@ def calls(case: Case) -> dict[str, Call]:
         "num_key_value_heads": case.key_heads,
         "layout": "BSND",
         "sparse_mode": 3,
-        "atten_mask": ascend_attn_ops._core.sparse_modes.compressed_mask(3, query.device),
     }
     if case.rope:
         options["query_rope"] = torch.randn(*query.shape[:3], case.rope).bfloat16()
@@ -86,6 +91,10 @@ def calls(case: Case) -> dict[str, Call]:
         blocks = torch.randperm(key.shape[0], dtype=torch.int32)
         options["block_table"] = blocks.view(case.batch, -1)
         options["actual_seq_lengths_key"] = [case.keys] * case.batch
+    if case.int8:
+        for name in ("key_antiquant_scale", "value_antiquant_scale"):
+            options[name] = torch.rand(case.key_heads, case.size).bfloat16() / 64
+        options["inner_precise"] = 1
     joined = case.size + case.rope
     shape = (case.batch, case.key_heads, case.keys)
     q = torch.randn(case.batch, case.heads, case.queries, joined).bfloat16()

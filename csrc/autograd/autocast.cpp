@@ -55,9 +55,16 @@ Positions kept_arguments(const PromptFlashAttention& op) {
           position_of(op, op.quant_offset2)};
 }
 Positions kept_arguments(const FusedInferAttentionScore& op) {
-  // A sink is float32 or as query.
-  return op.sink && op.sink->scalar_type() == at::kFloat ? Positions{position_of(op, op.sink)}
-                                                         : Positions();
+  // A sink is float32 or as query, and the scales of tokens are float32.
+  Positions kept;
+  if (op.sink && op.sink->scalar_type() == at::kFloat) {
+    kept.push_back(position_of(op, op.sink));
+  }
+  if (op.quantization.by_token()) {
+    kept.push_back(position_of(op, op.quantization.key_antiquant_scale));
+    kept.push_back(position_of(op, op.quantization.value_antiquant_scale));
+  }
+  return kept;
 }
 Positions kept_arguments(const SparseFlashMla& op) { return {position_of(op, op.options.sink)}; }
 

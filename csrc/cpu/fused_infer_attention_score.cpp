@@ -1,5 +1,6 @@
 #include "ops/fused_infer_attention_score.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -18,7 +19,10 @@ void fused_infer_attention_score(const FusedInferAttentionScore& op,
   const DenseAttention attention(op);
   const auto& [out, softmax_lse] = outputs;
   DenseOutputs to;
-  to.out = DenseAttention::by_head(op.infer_layout().output, out, attention.heads);
+  const auto result = DenseAttention::by_head(op.infer_layout().output, out, attention.heads);
+  // Beside int8 keys, the output is scaled before it is rounded.
+  const bool is_quantized = op.quantization.given();
+  to.out = is_quantized ? at::empty(result.sizes(), attention.query.options()) : result;
   attention.fill_padding(to.out, 0);
   if (op.return_softmax_lse) {
     const auto layout = axes_of(attention.layout).packed() ? Layout::TND : Layout::BNSD;
@@ -26,6 +30,11 @@ void fused_infer_attention_score(const FusedInferAttentionScore& op,
     attention.fill_padding(to.softmax_lse, -std::numeric_limits<double>::infinity());
   }
   attend(attention, to);
+  if (is_quantized) {
+    result.copy_(op.quantization.by_channel()
+                     ? attention.times_channels(to.out, *op.quantization.value_antiquant_scale)
+                     : to.out);
+  }
 }
 
 TORCH_LIBRARY_IMPL(ascend, CPU, m) {

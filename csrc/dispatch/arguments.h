@@ -85,7 +85,7 @@ constexpr bool is_made_of(std::index_sequence<index...>) {
 
 // Counts down, because an aggregate cannot be initialised from too few values where a member has no
 // default: counting up would stop too early.
-inline constexpr size_t kMostFields = 20;
+inline constexpr size_t kMostFields = 21;
 template <typename T, size_t count = kMostFields>
 constexpr size_t field_count() {
   static_assert(count > 0, "expected a struct of at most kMostFields fields");
@@ -159,6 +159,9 @@ auto tie_fields(T& arguments) {
   } else if constexpr (count == 20) {
     auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t] = arguments;
     return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t);
+  } else if constexpr (count == 21) {
+    auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u] = arguments;
+    return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u);
   }
 }
 

@@ -19,7 +19,7 @@ namespace ascend_attn::aclnn {
 // that the content of a mask masks whole, as on the CPU.
 inline constexpr int64_t kCorrectsMaskedRows = 2;
 
-// A call with unquantised inputs.
+// A call whose query is not quantised.
 struct FusedInfer {
   const at::Tensor& query;
   const at::Tensor& key;
@@ -27,6 +27,8 @@ struct FusedInfer {
   std::optional<at::Tensor> atten_mask = {};
   std::optional<IntegerList> query_lengths = {}, key_lengths = {};
   std::optional<at::Tensor> quant_scale2 = {}, quant_offset2 = {};
+  std::optional<at::Tensor> key_antiquant_scale = {}, value_antiquant_scale = {};
+  int64_t key_antiquant_mode = 0, value_antiquant_mode = 0;
   std::optional<at::Tensor> block_table = {}, query_rope = {}, key_rope = {}, sink = {};
   int64_t num_heads;
   double scale_value;
@@ -104,11 +106,12 @@ void launch_fused_infer(const FusedInfer& call) {
       function(call.query, at::TensorList(call.key), at::TensorList(call.value), none,
                call.atten_mask, call.query_lengths, call.key_lengths, none, none, none,
                call.quant_scale2, call.quant_offset2, none, none, call.block_table, none, none,
-               none, none, none, none, none, none, no_list, call.query_rope, call.key_rope, none,
-               none, call.sink, starts..., call.num_heads, call.scale_value, call.pre_tokens,
-               call.next_tokens, call.layout, call.num_key_value_heads, call.sparse_mode,
-               call.inner_precise, call.block_size, zero, call.return_softmax_lse, zero, zero, zero,
-               pse_type..., call.out, call.softmax_lse);
+               call.key_antiquant_scale, none, call.value_antiquant_scale, none, none, none,
+               no_list, call.query_rope, call.key_rope, none, none, call.sink, starts...,
+               call.num_heads, call.scale_value, call.pre_tokens, call.next_tokens, call.layout,
+               call.num_key_value_heads, call.sparse_mode, call.inner_precise, call.block_size,
+               zero, call.return_softmax_lse, call.key_antiquant_mode, call.value_antiquant_mode,
+               zero, pse_type..., call.out, call.softmax_lse);
     };
   };
   if constexpr (std::same_as<Prototype, FusedInferV5>) {

@@ -30,7 +30,8 @@ DenseShape::DenseShape(const DenseTensors& call, const OperatorLimits& limits)
       check_rank(argument);
     }
     check_device(name_, argument, query());
-    check_dtype(name_, argument, query());
+    call.int8_keys && &argument.tensor != &query_ ? check_dtype(name_, argument, at::kChar)
+                                                  : check_dtype(name_, argument, query());
   }
   check_value(positive(heads_), name_, "num_heads",
               "expected the positive number of query heads, got ", heads_);

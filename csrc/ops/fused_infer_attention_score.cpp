@@ -18,7 +18,7 @@ std::string_view text_of(PageForm form) {
     case PageForm::heads:
       return "(num_blocks, Nk, block_size, D)";
     case PageForm::fractals:
-      return "(num_blocks, Nk, D / 16, block_size, 16)";
+      return "(num_blocks, Nk, D / 16, block_size, 16), or 32 of int8,";
   }
   return {};
 }
@@ -69,14 +69,16 @@ FusedInferAttentionScore FusedInferAttentionScore::with_defaults() const {
 
 namespace {
 
-// Returns the call, unless its tensors are quantised.
-const FusedInferAttentionScore& unquantized(const FusedInferAttentionScore& op) {
+// Returns the call, unless its tensors are quantised in another way than those of KeyQuantization.
+const FusedInferAttentionScore& computable(const FusedInferAttentionScore& op) {
   for (const auto& argument : {NamedTensor{"query", op.query}, NamedTensor{"key", op.key},
                                NamedTensor{"value", op.value}}) {
-    check_type(argument.tensor.element_size() > 1, op.name, argument.name,
-               "expected dtype float16, bfloat16, float32 or float64, got ",
+    const bool may_be_int8 = op.quantization.given() && &argument.tensor != &op.query;
+    check_type(may_be_int8 || argument.tensor.element_size() > 1, op.name, argument.name,
+               "expected dtype float16, bfloat16, float32 or float64, or int8 of key and value "
+               "beside key_antiquant_scale, got ",
                dtype_name(argument.tensor.scalar_type()),
-               "; torch_npu.npu_fused_infer_attention_score_v2 takes quantised tensors");
+               "; torch_npu.npu_fused_infer_attention_score_v2 takes other quantised tensors");
   }
   return op;
 }
@@ -87,19 +89,23 @@ FusedInferRules::FusedInferRules(const FusedInferAttentionScore& op)
     : DenseShape({.op = FusedInferAttentionScore::name,
                   .layout = op.infer_layout().inputs,
                   .layout_name = op.layout,
-                  .query = unquantized(op).query,
+                  .query = computable(op).query,
                   .key = op.key,
                   .value = op.value,
                   .query_lengths = op.actual_seq_lengths_query,
                   .key_lengths = op.actual_seq_lengths_key,
                   .heads = op.heads(),
                   .key_heads = op.num_key_value_heads,
-                  .paged = op.block_table.has_value()},
+                  .paged = op.block_table || op.quantization.given(),
+                  .int8_keys = op.quantization.given()},
                  FusedInferAttentionScore::limits),
       op_(op),
       form_(op.infer_layout()) {
   if (is_packed()) {
     check_ends_given(kQueryLengths, query_lengths_, queries_.maybe_as_int() != 0);
+  }
+  if (op.quantization.given()) {
+    check_quantization();
   }
   paged_ ? check_pages() : read_keys();
   if (read_ropes(op.query_rope, op.key_rope)) {
@@ -107,6 +113,52 @@ FusedInferRules::FusedInferRules(const FusedInferAttentionScore& op)
                "key");
   }
   check_lengths();
+  if (op.quantization.given()) {
+    check_scale({"key_antiquant_scale", *op.quantization.key_antiquant_scale}, head_size_);
+    check_scale({"value_antiquant_scale", *op.quantization.value_antiquant_scale}, value_size_);
+  }
+}
+
+void FusedInferRules::check_quantization() const {
+  const auto& given = op_.quantization;
+  check_present(given.key_antiquant_scale.has_value(), name_, "key_antiquant_scale",
+                "expected a tensor because value_antiquant_scale is given, got None");
+  check_present(given.value_antiquant_scale.has_value(), name_, "value_antiquant_scale",
+                "expected a tensor because key_antiquant_scale is given, got None");
+  check_value(given.by_channel() || given.by_token(), name_, "key_antiquant_mode",
+              "expected 0, a scale per channel, or 1, per token, got ", given.key_antiquant_mode);
+  check_value(given.value_antiquant_mode == given.key_antiquant_mode, name_, "value_antiquant_mode",
+              "expected key_antiquant_mode, ", given.key_antiquant_mode, ", got ",
+              given.value_antiquant_mode);
+  check_present(op_.block_table.has_value(), name_, "block_table",
+                "expected a tensor beside key_antiquant_scale, got None");
+  check_value(key_.dim() == static_cast<int64_t>(PageForm::fractals), name_, "key",
+              "expected pages of shape (num_blocks, Nk, D / 32, block_size, 32) beside "
+              "key_antiquant_scale, got ",
+              key_.sym_sizes());
+  check_value(!op_.query_rope && !op_.key_rope, name_, "query_rope, key_rope",
+              "expected None beside key_antiquant_scale, got a tensor");
+}
+
+void FusedInferRules::check_scale(NamedTensor scale, const c10::SymInt& size) const {
+  check_device(name_, scale, query());
+  if (op_.quantization.by_token()) {
+    check_dtype(name_, scale, statistics_dtype(query_));
+    check_value(scale.tensor.dim() == 2 && same(scale.tensor.sym_size(0), batch_) &&
+                    at_most(keys_, scale.tensor.sym_size(1)),
+                name_, scale.name, "expected shape (", batch_, ", S) with S of at least ", keys_,
+                ", the keys that block_table has room for, got ", scale.tensor.sym_sizes());
+    return;
+  }
+  check_dtype(name_, scale, query());
+  const auto layout = form_.inputs;
+  c10::SymDimVector sizes{key_heads_, size};
+  if (layout == Layout::BSH) {
+    sizes = {key_heads_ * size};
+  } else if (layout == Layout::BNSD) {
+    sizes = {key_heads_, 1, size};
+  }
+  check_shape(name_, scale, sizes, "of a scale per channel in this layout");
 }
 
 void FusedInferRules::check_pages() {
@@ -124,8 +176,9 @@ void FusedInferRules::check_pages() {
               "block_size, D) or (num_blocks, Nk, D / 16, block_size, 16) beside block_table, got ",
               key_.sym_sizes());
   const auto form = op_.page_form();
-  check_value(form != PageForm::fractals || divides(kFractalColumns, head_size_), name_, "query",
-              "expected D to be a multiple of 16 for keys in fractals, got ", head_size_);
+  check_value(form != PageForm::fractals || divides(fractal_, head_size_), name_, "query",
+              "expected D to be a multiple of ", fractal_, " for keys in fractals, got ",
+              head_size_);
   check_value(form != PageForm::heads || same(key_.sym_size(1), key_heads_) ||
                   !known_equal(key_.sym_size(2), key_heads_),
               name_, key.name, "expected pages of shape ", text_of(PageForm::heads),
@@ -144,7 +197,7 @@ void FusedInferRules::check_pages() {
               " as key has, got shape ", value_.sym_sizes());
   value_size_ = form == PageForm::rows    ? value_.sym_size(2) / key_heads_
                 : form == PageForm::heads ? value_.sym_size(3)
-                                          : value_.sym_size(2) * kFractalColumns;
+                                          : value_.sym_size(2) * fractal_;
   check_value(positive(value_size_), name_, value.name,
               "expected a head size of at least 1, got shape ", value_.sym_sizes());
   check_shape(name_, value, page_sizes(value_size_), text_of(form));
@@ -158,7 +211,7 @@ c10::SymDimVector FusedInferRules::page_sizes(const c10::SymInt& size) const {
     case PageForm::heads:
       return {blocks, key_heads_, page_size_, size};
     case PageForm::fractals:
-      return {blocks, key_heads_, size / kFractalColumns, page_size_, kFractalColumns};
+      return {blocks, key_heads_, size / fractal_, page_size_, fractal_};
   }
   return {};
 }

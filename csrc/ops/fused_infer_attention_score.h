@@ -44,9 +44,22 @@ inline constexpr std::array<InferLayout, 12> kInferLayouts{{
 enum class PageForm {
   rows = 3,      // (num_blocks, block_size, Nk * D)
   heads = 4,     // (num_blocks, Nk, block_size, D)
-  fractals = 5,  // NZ: (num_blocks, Nk, D / 16, block_size, 16)
+  fractals = 5,  // NZ: (num_blocks, Nk, D / 16, block_size, 16); of int8, 32 for 16
 };
-inline constexpr int64_t kFractalColumns = 16;
+constexpr int64_t fractal_columns(size_t element_size) { return element_size == 1 ? 32 : 16; }
+
+// The scales of int8 keys and values, which are quantised alike.
+struct KeyQuantization {
+  static constexpr bool is_argument_group = true;
+  enum Mode : int64_t { per_channel, per_token };
+
+  std::optional<at::Tensor> key_antiquant_scale, value_antiquant_scale;
+  int64_t key_antiquant_mode, value_antiquant_mode;
+
+  bool given() const { return key_antiquant_scale || value_antiquant_scale; }
+  bool by_channel() const { return given() && key_antiquant_mode == per_channel; }
+  bool by_token() const { return given() && key_antiquant_mode == per_token; }
+};
 
 struct FusedInferAttentionScore {
   static constexpr const char* name = "fused_infer_attention_score";
@@ -57,7 +70,9 @@ struct FusedInferAttentionScore {
       "Tensor? block_table=None, SymInt block_size=0, Tensor? query_rope=None, "
       "Tensor? key_rope=None, Tensor? sink=None, float? scale_value=None, "
       "int pre_tokens=2147483647, int next_tokens=2147483647, int sparse_mode=0, "
-      "int inner_precise=0, bool return_softmax_lse=False) -> (Tensor out, Tensor softmax_lse)";
+      "int inner_precise=0, bool return_softmax_lse=False, Tensor? key_antiquant_scale=None, "
+      "Tensor? value_antiquant_scale=None, int key_antiquant_mode=0, int value_antiquant_mode=0) "
+      "-> (Tensor out, Tensor softmax_lse)";
   // The second one on Ascend 950.
   static constexpr std::array functions{"aclnnFusedInferAttentionScoreV4",
                                         "aclnnFusedInferAttentionScoreV5"};
@@ -79,6 +94,7 @@ struct FusedInferAttentionScore {
   std::optional<double> scale_value;
   int64_t pre_tokens, next_tokens, sparse_mode, inner_precise;
   bool return_softmax_lse;
+  KeyQuantization quantization;
 
   Outputs check_and_allocate(OutputSource outputs = {}) const;
   void check_values() const;

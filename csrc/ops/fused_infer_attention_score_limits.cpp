@@ -61,6 +61,18 @@ constexpr Rule kEqualPagesOf950 = equal_pages(k950Before91);
 constexpr Rule kSinkSize{"sink", "None unless the values' head size is 64 or 128"};
 constexpr Rule kSinkPrecise{"inner_precise", "0 beside a sink"};
 constexpr Rule kNoSink{"sink", "None", kBefore90};
+constexpr Rule kNoInt8{"key_antiquant_scale", "None", k950};
+constexpr Rule kInt8Query{"query", "bfloat16 beside int8 keys", kA2A3, Violation::type};
+constexpr Rule kInt8Size{"query", "D of 128 beside int8 keys", kA2A3};
+constexpr Rule kInt8Queries{"query", "at most 16 tokens per sequence beside int8 keys", kA2A3};
+constexpr Rule kInt8Pages{"key", "block_size of 128 or 512 for int8 keys", kA2A3};
+constexpr Rule kInt8Layout{"layout", "BSH, BSND, BNSD or TND beside int8 keys", kA2A3};
+constexpr Rule kInt8PackBefore90{"layout", "BSH, BSND or BNSD beside int8 keys", kBefore90};
+constexpr Rule kInt8PackMode{"key_antiquant_mode", "0 in layout TND", kA2A3};
+constexpr Rule kInt8Precise{"inner_precise", "1 beside int8 keys", kA2A3};
+constexpr Rule kInt8Mode{"sparse_mode", "3, or 0 without a mask where Sq is 1, beside int8 keys",
+                         kA2A3};
+constexpr Rule kInt8Lse{"return_softmax_lse", "False beside int8 keys", kA2A3};
 
 // Whether a size is, or may be once it is known: rules let symbols pass, as the real call is
 // checked.
@@ -79,17 +91,15 @@ const OperatorLimits FusedInferAttentionScore::limits{
      {"S", "tokens per sequence", {.min = 0, .max = 20971520}},
      {"D", "head size", {.min = 16, .max = 512, .multiple_of = 16}, kA2A3},
      {"D", "head size", {.min = 1, .max = 512}, k950}},
-    {kValueSize,       kValueSizeOf950,     kPlainValueSize,
-     kPackedSize,      kPackedSizeBefore90, kPairSize,
-     kAlignedSize,     kAbsorbedPair,       kAbsorbedLayout,
-     kRopes,           kAbsorbedKeyHeads,   kAbsorbedHeads,
-     kAbsorbedPages,   kAbsorbedMode,       kAbsorbedLse,
-     kAbsorbedQueries, kAbsorbedCounts,     kPairLse,
-     kPackedMode,      kPackedPrecise,      kPackedBand,
-     kSmallPages,      kLargePages,         kPagesOfOneQuery,
-     kPageRows,        kFractals,           kEqualPages,
-     kEqualPagesOf950, kSinkSize,           kSinkPrecise,
-     kNoSink}};
+    {kValueSize,        kValueSizeOf950, kPlainValueSize,   kPackedSize,      kPackedSizeBefore90,
+     kPairSize,         kAlignedSize,    kAbsorbedPair,     kAbsorbedLayout,  kRopes,
+     kAbsorbedKeyHeads, kAbsorbedHeads,  kAbsorbedPages,    kAbsorbedMode,    kAbsorbedLse,
+     kAbsorbedQueries,  kAbsorbedCounts, kPairLse,          kPackedMode,      kPackedPrecise,
+     kPackedBand,       kSmallPages,     kLargePages,       kPagesOfOneQuery, kPageRows,
+     kFractals,         kEqualPages,     kEqualPagesOf950,  kSinkSize,        kSinkPrecise,
+     kNoSink,           kNoInt8,         kInt8Query,        kInt8Size,        kInt8Queries,
+     kInt8Pages,        kInt8Layout,     kInt8PackBefore90, kInt8PackMode,    kInt8Precise,
+     kInt8Mode,         kInt8Lse}};
 
 bool FusedInferRules::absorbed() const {
   return op_.query_rope && head_size_.maybe_as_int() == kAbsorbedSize;
@@ -128,6 +138,9 @@ void FusedInferRules::check_limits() const {
   }
   check_mask_limits();
   check_sink_limits();
+  if (op_.quantization.given()) {
+    check_quantization_limits();
+  }
 }
 
 void FusedInferRules::check_size_limits() const {
@@ -152,7 +165,8 @@ void FusedInferRules::check_size_limits() const {
                layout_name_);
   limits_.rule(kAlignedSize, layout_name_ != "BNSD_BSND" || size.value_or(0) % 16 == 0, head_size_);
   limits_.rule(kPackedPrecise,
-               !axes_.packed() || op_.inner_precise == 0 || may_equal(key_heads_, heads_),
+               !axes_.packed() || op_.quantization.given() || op_.inner_precise == 0 ||
+                   may_equal(key_heads_, heads_),
                op_.inner_precise);
   limits_.rule(kPairLse, !op_.return_softmax_lse || !of_absorbed, "True for layout ", layout_name_);
 }
@@ -231,6 +245,24 @@ void FusedInferRules::check_sink_limits() const {
   limits_.rule(kNoSink, false, "a tensor");
   limits_.rule(kSinkSize, may_be(value_size_, 64) || may_be(value_size_, 128), value_size_);
   limits_.rule(kSinkPrecise, op_.inner_precise == 0, op_.inner_precise);
+}
+
+void FusedInferRules::check_quantization_limits() const {
+  limits_.rule(kNoInt8, false, "a tensor");
+  limits_.rule(kInt8Query, query_.scalar_type() == at::kBFloat16, dtype_name(query_.scalar_type()));
+  limits_.rule(kInt8Size, may_be(head_size_, 128), head_size_);
+  const auto queries = longest_query();
+  limits_.rule(kInt8Queries, queries.value_or(0) <= 16, queries.value_or(0));
+  limits_.rule(kInt8Pages, may_be(page_size_, 128) || may_be(page_size_, 512), page_size_);
+  limits_.rule(kInt8Layout, !form_.is_pair(), layout_name_);
+  limits_.rule(kInt8PackBefore90, !is_packed(), layout_name_);
+  limits_.rule(kInt8PackMode, !is_packed() || op_.quantization.by_channel(),
+               op_.quantization.key_antiquant_mode);
+  limits_.rule(kInt8Precise, op_.inner_precise == 1, op_.inner_precise);
+  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
+  const bool all_keys = mode == SparseMode::standard && !op_.atten_mask && queries.value_or(1) <= 1;
+  limits_.rule(kInt8Mode, mode == SparseMode::right_down_causal || all_keys, op_.sparse_mode);
+  limits_.rule(kInt8Lse, !op_.return_softmax_lse, "True");
 }
 
 }  // namespace ascend_attn

@@ -23,6 +23,9 @@ class FusedInferRules : DenseShape {
   at::Tensor softmax_lse(OutputSource& outputs) const;
 
  private:
+  // Check what is given of int8 keys, and then each scale, where heads have `size` channels.
+  void check_quantization() const;
+  void check_scale(NamedTensor scale, const c10::SymInt& size) const;
   void check_pages();
   // Returns the shape of pages whose heads have `size` channels.
   c10::SymDimVector page_sizes(const c10::SymInt& size) const;
@@ -36,6 +39,7 @@ class FusedInferRules : DenseShape {
   void check_absorbed_limits() const;
   void check_mask_limits() const;
   void check_sink_limits() const;
+  void check_quantization_limits() const;
 
   // Multi-head latent attention whose latents are the keys and the values.
   bool absorbed() const;
@@ -46,6 +50,7 @@ class FusedInferRules : DenseShape {
   const FusedInferAttentionScore& op_;
   const InferLayout& form_;
   c10::SymInt page_size_ = 0;
+  int64_t fractal_ = fractal_columns(key_.element_size());
 };
 
 }  // namespace ascend_attn

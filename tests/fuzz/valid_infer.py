@@ -18,7 +18,7 @@ from .calls import check, run
 from .case import Case
 from .memory import with_expanded
 from .valid_dense import head_counts, sizes, valid_lengths
-from .valid_infinities import but_value, case_of
+from .valid_infinities import SOURCES, but_value, case_of
 
 LAYOUTS = sorted({case.layout for case in SAMPLES})
 
@@ -45,10 +45,12 @@ def infer_case(random: Random) -> FuzzedInfer:
     if random.random() < 0.5:
         fields["pages"] = random.choice(("rows", "heads", "fractals"))
         fields["block_size"] = random.choice((16, 32, 48, 128))
+    if fields.get("pages") == "fractals" and "rope" not in fields:
+        fields["quant"] = random.choice(("", "channel", "token"))
     if fields.get("pages") == "fractals":
         for name in ("d", "dv", "rope"):
             if name in fields:
-                fields[name] = 16 * random.randint(1, 3)
+                fields[name] = (32 if fields.get("quant") else 16) * random.randint(1, 3)
     if packed:
         counts = tuple(random.randint(0, s[0]) for _ in range(batches))
         fields["lengths"] = counts, draw.lengths(random, batches, max(s[1], 2))
@@ -89,7 +91,8 @@ def call(random: Random, case: FuzzedInfer, dtype: torch.dtype) -> Sample:
 def attention(random: Random, empty: bool = False) -> str:
     case = without_elements(random) if empty else infer_case(random)
     dtype = random.choice(draw.DTYPES)
-    sample = draw.scaled(call(random, case, dtype), ("value",), random)
+    sample = call(random, case, dtype)
+    sample = draw.scaled(sample, ("value_antiquant_scale" if case.quant else "value",), random)
     sample = with_expanded(sample, ("query", "key", "value"), random)
     check(sample, run(sample, random, same_on_all_threads=True))
     return draw.label(case, dtype)
@@ -99,6 +102,9 @@ CASES: dict[str, Case] = {
     "valid/fused_infer_attention_score": attention,
     "valid/empty/fused_infer_attention_score": partial(attention, empty=True),
     "valid/infinities/fused_infer_attention_score": case_of(
-        infer_case, fused_infer_attention_score.build, same_on_all_threads=but_value
+        infer_case,
+        fused_infer_attention_score.build,
+        lambda case: ("query",) if case.quant else SOURCES,
+        same_on_all_threads=but_value,
     ),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import cann_simulator
 import pytest
 import torch
-from ascend_attn_check.samples.fused_infer_attention_score import InferCase
+from ascend_attn_check.samples.fused_infer_attention_score import INT8_CASES, InferCase
 from ascend_attn_ops.reference.call import lengths
 from device_samples import is_pack_gradient
 from support.samples import OPERATORS, RECIPES, Recipe, Sample
@@ -123,7 +123,9 @@ def is_comparable(recipe: Recipe) -> bool:
     # CANN's functions take no paged keys beside statistics either: no sample has both.
     if name in ("sparse_flash_attention", "sparse_lightning_indexer_grad_kl_loss"):
         return recipe.on_device and case.rope > 0
-    return recipe.on_device and (name != FUSED or is_launched_as_given(case))
+    if name == FUSED:
+        return (recipe.on_device or case in INT8_CASES) and is_launched_as_given(case)
+    return recipe.on_device
 
 
 COMPARABLE = [recipe for recipe in RECIPES if is_comparable(recipe)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_attn_ops import attention_update
+from ascend_attn_ops import attention_update, limits
 from support.attention import attention, causal
 from support.npu_names import SQUARE, torch_npu
 from torch import Tensor
@@ -117,6 +117,35 @@ def test_pages(step: str, with_sink: bool, window: int) -> None:
         keep = windowed(rows, count, window) if window else causal(rows, count)
         expected, _ = attention(*tensors, keep, scale=SCALE, sink=sink)
         close(out[begin:end], expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("device", ["A2", None])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_int8_pages(compiled: bool, device: Any) -> None:
+    """attention_v1 decoding by C8: scales of channels, and the form of graphs."""
+    keys, table = [300, 1, 129], torch.randperm(9).int().view(3, 3)
+    pages = torch.randint(-128, 128, (2, 9, NK, D // 32, BLOCK, 32), dtype=torch.int8)
+    scales, query = torch.rand(2, NK, 1, D).bfloat16() / 64, normal(3, N, 1, D)
+    options: dict[str, Any] = {
+        "num_heads": N, "num_key_value_heads": NK, "input_layout": "BNSD", "scale": SCALE,
+        "antiquant_mode": 0, "antiquant_scale": None, "key_antiquant_scale": scales[0],
+        "value_antiquant_scale": scales[1], "key_antiquant_mode": 0, "value_antiquant_mode": 0,
+        "block_table": table, "block_size": BLOCK, "actual_seq_lengths_kv": keys,
+        "sparse_mode": 0, "inner_precise": 1,
+    }  # fmt: skip
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch_npu.npu_fused_infer_attention_score(query, key, value, **options)[0]
+
+    given = [torch.empty_like(query), torch.empty(1)]
+    with limits(device):
+        out = (torch.compile(step, backend="aot_eager") if compiled else step)(query, *pages)
+        torch_npu.npu_fused_infer_attention_score.out(query, *pages, **options, out=given)
+    assert torch.equal(given[0], out)
+    for b, count in enumerate(keys):
+        rows = pages[:, table[b]].transpose(3, 4).flatten(4).transpose(1, 2).flatten(2, 3)
+        both = (rows * scales.double())[:, :, :count]
+        close(out[b], attention(query[b : b + 1].double(), *both[:, None], scale=SCALE)[0][0])
 
 
 def test_prefill_of_latent_attention() -> None:

@@ -32,8 +32,8 @@ constexpr int64_t kKeysInPlace = kKeyStep;
 constexpr int64_t kKeysInTurn = 16;
 
 // Computes attention for blocks of rows, by online softmax over blocks of keys: a thread holds one
-// tile of scores at a time.
-template <typename Input, typename Operand>
+// tile of scores at a time. Keys and values are of Input as well, or int8.
+template <typename Input, typename Operand, typename Key = Input>
 class AttentionRows {
  public:
   using T = Accumulator<Operand>;
@@ -91,8 +91,8 @@ class AttentionRows {
 
   void attend_to_tiles(const RowsTask& task, const KeyRange& part) {
     const auto& sequence = *task.sequence;
-    const auto key = HeadKeys<Input>::keys(attention_, sequence, task.key_head);
-    const auto value = HeadKeys<Input>::values(attention_, sequence, task.key_head);
+    const auto key = HeadKeys<Key>::keys(attention_, sequence, task.key_head);
+    const auto value = HeadKeys<Key>::values(attention_, sequence, task.key_head);
     std::array<bool, kMaxRows / kRowBlock> started{};
     auto& keys = key_tile();
     auto& values = value_tile();
@@ -126,7 +126,7 @@ class AttentionRows {
     const int64_t rows = task.rows_of_head;
     std::fill_n(out(0).data(), task.rows() * value_size_, T(0));
     const auto query =
-        in_order_of_keys<Input, Operand>(query_, task.rows(), attention_.size, ordered_query_);
+        in_order_of_keys<Key, Operand>(query_, task.rows(), attention_.size, ordered_query_);
     for (int64_t begin = part.begin; begin < part.end; begin += kKeysInPlace) {
       const int64_t count = std::min(kKeysInPlace, part.end - begin);
       const ScoreTile tile(sequence, attention_.group(), task.first_row, rows, begin, count);
@@ -135,7 +135,7 @@ class AttentionRows {
       }
       if (attention_.whole_keys()) {
         for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
-          const auto key = key_rows<Input>(attention_.key, sequence, task.key_head, first);
+          const auto key = key_rows<Key>(attention_.key, sequence, task.key_head, first);
           score_rows<T, Operand>(in_turn(task, attention_.key), query, attention_.size, key, keys,
                                  scores_.from(0, first - begin));
         });
@@ -148,7 +148,7 @@ class AttentionRows {
       const auto weights = as_operand(scores_, task.rows(), tile, probabilities_);
       if (attention_.whole_values()) {
         for_each_run(task, begin, count, part.end, [&](int64_t first, const KeysInPlace& keys) {
-          const auto value = key_rows<Input>(attention_.value, sequence, task.key_head, first);
+          const auto value = key_rows<Key>(attention_.value, sequence, task.key_head, first);
           add_rows<T, Operand>(in_turn(task, attention_.value), weights.from(0, first - begin),
                                attention_.value_size, value, keys, out(0));
         });
@@ -157,7 +157,7 @@ class AttentionRows {
       }
     }
     // Copied values are operands.
-    attention_.whole_values() ? restore_order<Input>(out(0), task.rows(), attention_.value_size)
+    attention_.whole_values() ? restore_order<Key>(out(0), task.rows(), attention_.value_size)
                               : restore_order<Operand>(out(0), task.rows(), attention_.value_size);
   }
 
@@ -166,9 +166,9 @@ class AttentionRows {
                             int64_t count) {
     const int64_t rows = task.rows_of_head;
     for (int64_t h = 0; h < task.key_heads; ++h) {
-      const auto key = HeadKeys<Input>::keys(attention_, *task.sequence, task.key_head + h);
-      const auto copied = in_order_of_keys<Input, Operand>(key_tile().read(key, begin, count),
-                                                           count, attention_.size, ordered_keys_);
+      const auto key = HeadKeys<Key>::keys(attention_, *task.sequence, task.key_head + h);
+      const auto copied = in_order_of_keys<Key, Operand>(key_tile().read(key, begin, count), count,
+                                                         attention_.size, ordered_keys_);
       score_rows<T, Operand>({1, rows, count}, query.from(h * rows), attention_.size,
                              rows_of(copied), {count, count}, scores_.from(h * rows));
     }
@@ -179,7 +179,7 @@ class AttentionRows {
                          const Matrix<const Operand>& weights) {
     const int64_t rows = task.rows_of_head;
     for (int64_t h = 0; h < task.key_heads; ++h) {
-      const auto value = HeadKeys<Input>::values(attention_, *task.sequence, task.key_head + h);
+      const auto value = HeadKeys<Key>::values(attention_, *task.sequence, task.key_head + h);
       add_rows<T, Operand>({1, rows, count}, weights.from(h * rows), attention_.value_size,
                            rows_of(value_tile().read(value, begin, count)), {count, count},
                            out(h * rows));
@@ -281,9 +281,9 @@ class AttentionRows {
   std::optional<KeyTile<Operand>> keys_, values_;
   // load_rows zeroes up to a step of rows behind those of the last head.
   Tile<Operand> query_{rows_ + kRowStep, round_up(attention_.size, depth_step<Operand>)};
-  Tile<Operand> ordered_query_{kChangesOrder<Input, Operand> ? std::min(rows_, kRowBlock) : 0,
+  Tile<Operand> ordered_query_{kChangesOrder<Key, Operand> ? std::min(rows_, kRowBlock) : 0,
                                query_.stride(), TileContent::unset};
-  Tile<Operand> ordered_keys_{kChangesOrder<Input, Operand> ? kKeysInPlace : 0, query_.stride(),
+  Tile<Operand> ordered_keys_{kChangesOrder<Key, Operand> ? kKeysInPlace : 0, query_.stride(),
                               TileContent::unset};
   Partial<T> result_{};
   Tile<T> scores_{std::min(rows_, kRowBlock), kKeyBlock};
@@ -300,9 +300,9 @@ int64_t heads_in_turn(const DenseAttention& attention, int64_t rows) {
   return std::clamp<int64_t>(share, 1, kRowBlock / rows);
 }
 
-template <typename Input, typename Operand>
+template <typename Input, typename Operand, typename Key = Input>
 void attend_rows(const DenseAttention& attention, const DenseOutputs& outputs) {
-  using Worker = AttentionRows<Input, Operand>;
+  using Worker = AttentionRows<Input, Operand, Key>;
   using T = Accumulator<Operand>;
   const OutputRows<Input, T> rows(attention, outputs);
   const int64_t group = attention.group();
@@ -351,6 +351,11 @@ std::vector<RowsTask> divide(const DenseAttention& attention, int64_t most_rows)
 }
 
 void attend(const DenseAttention& attention, const DenseOutputs& outputs) {
+  if (attention.key.scalar_type() == at::kChar) {
+    return attention.query.scalar_type() == at::kDouble
+               ? attend_rows<double, double, int8_t>(attention, outputs)
+               : attend_rows<float, float, int8_t>(attention, outputs);
+  }
   dispatch_operand(attention.query.scalar_type(), [&]<typename Input, typename Operand>() {
     attend_rows<Input, Operand>(attention, outputs);
   });

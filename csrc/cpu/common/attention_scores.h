@@ -20,7 +20,7 @@ class AttentionScores {
 
   // Scores are still to be multiplied by this.
   T factor() const { return has_terms() ? T(1) : scale_; }
-  bool has_dropout() const { return drop_; }
+  bool has_dropout() const { return drop_ || value_scale_; }
 
   // Turns the products q * k of a tile into scores, up to factor(); -inf where the mask excludes
   // the key.
@@ -30,7 +30,8 @@ class AttentionScores {
     }
   }
 
-  // Applies dropout to a tile: values *= keep / keep_prob.
+  // Applies dropout to a tile: values *= keep / keep_prob. Or weights *= the scales of their
+  // values.
   void drop(const ScoreTile& tile, int64_t first_head, const Matrix<T>& values) const {
     if (has_dropout()) {
       for_each_row(tile, first_head, values, &AttentionScores::drop_row);
@@ -50,10 +51,14 @@ class AttentionScores {
     });
   }
 
-  bool has_terms() const { return pse_ || slopes_ || mask_; }
+  bool has_terms() const { return pse_ || slopes_ || mask_ || key_scale_; }
 
   void finish_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
                   int64_t end, T* scores) const {
+    if (key_scale_) {
+      multiply(key_scale_ + sequence.index * attention_.key_scale.stride(0) + begin, end - begin,
+               scores);
+    }
     if (pse_) {
       add_tensor(pse_ + attention_.pse_address.row(sequence, head, query) + begin, end - begin,
                  scores);
@@ -70,6 +75,11 @@ class AttentionScores {
 
   void drop_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
                 int64_t end, T* values) const {
+    if (value_scale_) {
+      multiply(value_scale_ + sequence.index * attention_.value_scale.stride(0) + begin,
+               end - begin, values);
+      return;
+    }
     const int64_t first = attention_.heads * sequence.pairs_before +
                           (head * sequence.query_room + query) * sequence.key_room + begin;
     const T kept = T(1) / static_cast<T>(attention_.keep_prob);
@@ -87,6 +97,14 @@ class AttentionScores {
         }
       });
     }
+  }
+
+  static void multiply(const T* factors, int64_t count, T* numbers) {
+    vectorized([=] {
+      for (int64_t j = 0; j < count; ++j) {
+        numbers[j] *= factors[j];
+      }
+    });
   }
 
   void add_tensor(const Input* pse, int64_t count, T* scores) const {
@@ -128,6 +146,10 @@ class AttentionScores {
     });
   }
 
+  static const T* data_of(const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+  }
+
   const DenseAttention& attention_;
   T scale_ = static_cast<T>(attention_.scale);
   const Input* pse_ = attention_.pse.defined() && attention_.pse_type <= 1
@@ -136,6 +158,8 @@ class AttentionScores {
   const float* slopes_ = attention_.pse.defined() && attention_.pse_type >= 2
                              ? attention_.pse.const_data_ptr<float>()
                              : nullptr;
+  const T* key_scale_ = data_of(attention_.key_scale);
+  const T* value_scale_ = data_of(attention_.value_scale);
   const uint8_t* mask_ = bytes_of(attention_.mask);
   const uint8_t* drop_ = bytes_of(attention_.drop_mask);
   int64_t drop_bytes_ = drop_ ? attention_.drop_mask.numel() : 0;

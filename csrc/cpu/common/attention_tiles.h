@@ -144,14 +144,15 @@ void load_keys(const HeadRows<const Input>& rows, std::optional<int64_t> stride,
     return;
   }
   vectorized([=, stride = *stride] {
+    constexpr int64_t fractal = fractal_columns(sizeof(Input));
     for (int64_t r = 0; r < count; ++r) {
       const Input* from = rows.row(first + r);
       Operand* row = to.row(r);
-      for (int64_t column = 0; column < columns; column += kFractalColumns) {
+      for (int64_t column = 0; column < columns; column += fractal) {
         if constexpr (std::is_same_v<Operand, Input>) {
-          std::memcpy(row + column, from, kFractalColumns * sizeof(Input));
+          std::memcpy(row + column, from, fractal * sizeof(Input));
         } else {
-          for (int64_t i = 0; i < kFractalColumns; ++i) {
+          for (int64_t i = 0; i < fractal; ++i) {
             row[column + i] = round_to<Operand>(from[i]);
           }
         }

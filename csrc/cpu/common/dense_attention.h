@@ -68,6 +68,8 @@ struct DenseAttention {
     return by_head(layout, tensor, heads);
   }
   static at::Tensor by_head(Layout layout, const at::Tensor& tensor, int64_t heads);
+  // Multiplies query or an output, by head, with a scale for each channel of its key heads.
+  at::Tensor times_channels(const at::Tensor& by_head, const at::Tensor& scale) const;
   // Fills the rows of an output by head that are behind the valid length of their batch: those of
   // queries, or of keys.
   void fill_padding(const at::Tensor& output, const at::Scalar& value,
@@ -87,9 +89,10 @@ struct DenseAttention {
   // memory are copied a tile at a time, and give the same bits.
   bool in_place(const DenseSequence& sequence) const {
     const bool packs = query.scalar_type() == at::kBFloat16 && has_bfloat16_products();
+    const bool is_int8 = key.element_size() < query.element_size();
     const int64_t rows = sequence.queries * group();
     const int64_t most = sequence.keys < kManyKeys ? kFewRows : kFewRowsOfManyKeys;
-    return query.element_size() == 2 && rows > 0 && rows <= (packs ? 1 : most);
+    return (is_int8 || query.element_size() == 2) && rows > 0 && rows <= (packs ? 1 : most);
   }
   // Return whether each of the keys, or of the values, is one row of memory.
   bool whole_keys() const { return key.dim() == 4 && !key_rope.defined(); }
@@ -104,8 +107,11 @@ struct DenseAttention {
   // The same of parts of the heads that are tensors of their own; undefined if they are not.
   at::Tensor query_rope, key_rope;
   // In pages, keys and values are (num_blocks, N, block_size, D), and in fractal ones (num_blocks,
-  // N, block_size, D / 16, 16).
+  // N, block_size, D / 16, 16), or 32 for 16. Keys of int8 have a query of the dtype of statistics,
+  // which their scales per channel are multiplied with.
   at::Tensor block_table;  // undefined if keys are contiguous
+  // The scales per token of int8 keys and values, (B, S) in the dtype of query.
+  at::Tensor key_scale, value_scale;
   std::vector<DenseSequence> sequences;
 
   int64_t pse_type = 1;
@@ -137,6 +143,7 @@ struct DenseAttention {
   DenseAttention(Layout layout, int64_t heads, double scale, const at::Tensor& query,
                  const at::Tensor& key, const at::Tensor& value);
   void add(const SinkAndRopes& extra);
+  void add(const KeyQuantization& quantization);
   // Both by head.
   void add_ropes(const at::Tensor& of_query, const at::Tensor& of_key);
   // For the operators for inference.

@@ -75,6 +75,27 @@ DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
   if (op.query_rope) {
     add_ropes(by_head(with_dense_rows(*op.query_rope), heads), keys_by_head(*op.key_rope));
   }
+  if (op.quantization.given()) {
+    add(op.quantization);
+  }
+}
+
+void DenseAttention::add(const KeyQuantization& quantization) {
+  const auto dtype = statistics_dtype(query);
+  query = query.to(dtype);
+  if (quantization.by_channel()) {
+    query = times_channels(query, *quantization.key_antiquant_scale);
+  } else {
+    key_scale = with_dense_rows(quantization.key_antiquant_scale->to(dtype));
+    value_scale = with_dense_rows(quantization.value_antiquant_scale->to(dtype));
+  }
+  query = query.contiguous();
+}
+
+at::Tensor DenseAttention::times_channels(const at::Tensor& by_head,
+                                          const at::Tensor& scale) const {
+  const auto of_heads = scale.reshape({key_heads, 1, 1, -1}).to(by_head.scalar_type());
+  return (by_head.unflatten(1, {key_heads, group()}) * of_heads).flatten(1, 2);
 }
 
 void DenseAttention::read_block_table(const at::Tensor& given) {

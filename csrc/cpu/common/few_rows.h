@@ -80,7 +80,7 @@ template <int64_t bytes, int64_t vectors, typename T, typename From>
     for (int64_t i = 0; i < vectors; ++i) {
       std::memcpy(to + i, from + i * lanes, bytes);
     }
-  } else if constexpr (sizeof(T) != 4) {
+  } else if constexpr (sizeof(T) != 4 || sizeof(From) == 1) {
     T numbers[vectors * lanes];
     for (int64_t i = 0; i < vectors * lanes; ++i) {
       numbers[i] = static_cast<T>(from[i]);

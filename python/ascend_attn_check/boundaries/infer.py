@@ -26,6 +26,8 @@ PAGED_PACK = replace(PAGED, layout="TND", lengths=((1, 2), (20, 7)))
 ABSORBED = replace(PAGED, heads=(8, 1), d=512, rope=64)
 ABSORBED_PACK = replace(ABSORBED, layout="TND", lengths=((1, 2), (20, 7)))
 SINK = replace(PLAIN, sink="float32")
+INT8 = replace(PAGED, d=128, pages="fractals", block_size=128, s=(16, 0), mode=3, quant="channel")
+INT8_PACK = replace(INT8, layout="TND", lengths=((1, 2), (20, 7)))
 LONG = replace(PLAIN, b=1, heads=(1, 1), d=16)
 A2, A3, P950 = "A2:9.1", "A3:9.1", "950:9.1"
 OLD, OLD_950 = "A2:8.5", "950:9.0"
@@ -35,10 +37,11 @@ ATLAS, ALL = (A2, A3), (A2, A3, P950)
 def arguments(case: InferCase, options: Arguments) -> Arguments:
     """Returns a call of the case on meta tensors."""
     n, nk = case.heads
+    of_keys = torch.int8 if case.quant else HALF
     given: Arguments = {
         "query": meta(*case.shape(0, case.d)),
-        "key": meta(*case.shape_of_keys(case.d)),
-        "value": meta(*case.shape_of_keys(case.dv or case.d)),
+        "key": meta(*case.shape_of_keys(case.d), dtype=of_keys),
+        "value": meta(*case.shape_of_keys(case.dv or case.d), dtype=of_keys),
         "num_heads": n,
         "num_key_value_heads": nk,
         "layout": case.layout,
@@ -59,16 +62,25 @@ def arguments(case: InferCase, options: Arguments) -> Arguments:
         given["atten_mask"] = meta(2048, 2048, dtype=torch.bool)
     if case.sink:
         given["sink"] = meta(n, dtype=torch.float32 if case.sink == "float32" else HALF)
+    if case.quant:
+        by_token = case.quant == "token"
+        scale = meta(*case.shape_of_scale(case.d), dtype=torch.float32 if by_token else HALF)
+        for name in ("key", "value"):
+            given[f"{name}_antiquant_scale"] = scale
+            given[f"{name}_antiquant_mode"] = int(by_token)
     return given | options
 
 
 def call(case: InferCase, **sizes: Any) -> Call:
-    options = {"inner_precise": sizes.pop("inner_precise", 0)}
+    options = {"inner_precise": sizes.pop("inner_precise", int(bool(case.quant)))}
     return partial(arguments, replace(case, **sizes), options)
 
 
 ABSORBED_ALONE = "layout: expected an output in NBSD or NTD for absorbed MLA alone on {}, got "
 LSE = "return_softmax_lse: expected False for "
+INT8_MODE = (
+    "sparse_mode: expected 3, or 0 without a mask where Sq is 1, beside int8 keys on {}, got "
+)
 BAND = "pre_tokens, next_tokens: expected at least -Lq and -Lk in sparse_mode 4 of packed layouts "
 VALUE = "value: expected query's D as head size, or 128 beside 192 on {}, got "
 PLAIN_VALUE = (
@@ -188,6 +200,27 @@ DOCUMENTED: list[Row] = [
     ((*ATLAS, OLD_950), call(PAGED, d=192, block_size=128),
      call(PAGED, d=192, dv=128, block_size=128),
      "value: expected key's shape in pages on {}, got a head size of 128 beside 192"),
+    # Int8 keys.
+    ((P950,), call(PAGED, pages="fractals"), call(INT8),
+     "key_antiquant_scale: expected None on {}, got a tensor"),
+    *((ATLAS, call(INT8), call(INT8, **change), text) for change, text in (
+        ({"d": 64}, "query: expected D of 128 beside int8 keys on {}, got 64"),
+        ({"s": (17, 0)},
+         "query: expected at most 16 tokens per sequence beside int8 keys on {}, got 17"),
+        ({"block_size": 256}, f"{PAGES}128 or 512 for int8 keys on {{}}, got 256"),
+        ({"layout": "BSND_BNSD"},
+         "layout: expected BSH, BSND, BNSD or TND beside int8 keys on {}, got BSND_BNSD"),
+        ({"inner_precise": 0}, "inner_precise: expected 1 beside int8 keys on {}, got 0"),
+        ({"mode": 4}, f"{INT8_MODE}4"),
+        ({"mode": 0}, f"{INT8_MODE}0"),
+        ({"lse": True}, "return_softmax_lse: expected False beside int8 keys on {}, got True"))),
+    (ATLAS, call(INT8, quant="token"),
+     lambda: call(INT8, quant="token")() | {"query": meta(*INT8.shape(0, 128), dtype=torch.half)},
+     "query: expected bfloat16 beside int8 keys on {}, got float16"),
+    (ATLAS, call(INT8, quant="token"), call(INT8_PACK, quant="token"),
+     "key_antiquant_mode: expected 0 in layout TND on {}, got 1"),
+    ((OLD,), call(INT8), call(INT8_PACK),
+     "layout: expected BSH, BSND or BNSD beside int8 keys on {}, got TND"),
     # Sinks.
     (ALL, call(SINK, d=128), call(SINK, d=96),
      "sink: expected None unless the values' head size is 64 or 128 on {}, got 96"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+from ascend_attn_ops.reference.bounds.expected import wide
 from ascend_attn_ops.reference.call import Sample
 from ascend_attn_ops.reference.call import lengths as as_lengths
 from torch import Tensor
@@ -39,6 +39,7 @@ class InferCase:
     next: int = INT32_MAX
     sink: str = ""  # "float32", or "query" for its dtype
     lse: bool = False
+    quant: str = ""  # the scales of int8 keys, by "channel" or "token"
 
     @property
     def id(self) -> str:
@@ -55,6 +56,7 @@ class InferCase:
         parts += parts_of_id(self.mode, self.mask, self.larger, self.mask_dtype, band)
         parts += [f"sink-{self.sink}"] if self.sink else []
         parts += ["lse"] if self.lse else []
+        parts += [f"int8-by-{self.quant}"] if self.quant else []
         return "-".join(parts)
 
     @property
@@ -98,12 +100,19 @@ class InferCase:
 
     def shape_of_keys(self, size: int) -> tuple[int, ...]:
         heads, blocks = self.heads[1], self.sequences * self.blocks + 1
+        columns = 32 if self.quant else 16
         return {
             "": self.shape(1, size) if not self.pages else (),
             "rows": (blocks, self.block_size, heads * size),
             "heads": (blocks, heads, self.block_size, size),
-            "fractals": (blocks, heads, size // 16, self.block_size, 16),
+            "fractals": (blocks, heads, size // columns, self.block_size, columns),
         }[self.pages]
+
+    def shape_of_scale(self, size: int) -> tuple[int, ...]:
+        heads = self.heads[1]
+        if self.quant == "token":
+            return self.sequences, self.room
+        return {"BSH": (heads * size,), "BNSD": (heads, 1, size)}.get(self.inputs, (heads, size))
 
     def length_options(self) -> dict[str, Tensor]:
         options = {}
@@ -128,6 +137,18 @@ _ABSORBED = InferCase(
 _DECODE = InferCase(layout="BSND", b=3, s=(1, 0), lengths=(None, (40, 1, 33)), heads=(4, 2),
                     pages="rows")  # fmt: skip
 
+# Int8 keys, as vLLM-Ascend decodes with them.
+_INT8 = InferCase(layout="BNSD", b=3, s=(1, 0), lengths=(None, (300, 1, 129)), heads=(8, 2), d=128,
+                  pages="fractals", block_size=128, quant="channel")  # fmt: skip
+# Within the limits of A2 and A3, in bfloat16.
+INT8_CASES = [
+    _INT8,
+    replace(_INT8, layout="BSH", quant="token"),
+    replace(_INT8, layout="BSND", s=(5, 0), lengths=((5, 1, 0), (300, 1, 129)), mode=3),
+    replace(_INT8, layout="TND", lengths=((16, 1, 0, 3), (600, 1, 40, 2)), block_size=512, mode=3),
+    replace(_INT8, s=(16, 0), heads=(4, 2), mode=3, quant="token"),
+    replace(_INT8, layout="BSND", heads=(4, 4), lengths=(None, (128, 0, 513))),
+]
 # Within the limits of a device.
 DEVICE_CASES = [
     InferCase(lse=True),
@@ -203,6 +224,9 @@ CASES = [
     replace(_DECODE, s=(1, 0), d=32, rope=16, heads=(2, 2), lse=True),
     replace(_DECODE, pages="heads", d=24, block_size=48, heads=(3, 3), mode=4, pre=20, next=3),
     replace(_DECODE, mask="S", mask_dtype=torch.uint8, next=20, d=8),
+    *INT8_CASES,
+    replace(_INT8, heads=(6, 3), d=32, dv=64, lse=True, sink="float32", layout="BNSD_BSND"),
+    replace(_INT8, s=(6, 0), d=64, mask="B1S", lse=True, block_size=16, quant="token"),
     # Nothing to do.
     InferCase(b=0),
     InferCase(s=(0, 7), mode=3, lse=True),
@@ -227,10 +251,11 @@ def block_table(case: InferCase, random: Random) -> Tensor:
 
 def build(case: InferCase, dtype: torch.dtype) -> Sample:
     random = Random(case.id, dtype)
-    inputs = {
-        "query": random.normal(*case.shape(0, case.d)),
-        "key": random.normal(*case.shape_of_keys(case.d)),
-        "value": random.normal(*case.shape_of_keys(case.dv or case.d)),
+    shapes = {"key": case.shape_of_keys(case.d), "value": case.shape_of_keys(case.dv or case.d)}
+    inputs = {"query": random.normal(*case.shape(0, case.d))}
+    inputs |= {
+        name: random.numbers(*shape, dtype=torch.int8) if case.quant else random.normal(*shape)
+        for name, shape in shapes.items()
     }
     options: dict[str, Any] = {
         "num_heads": case.heads[0],
@@ -257,6 +282,13 @@ def build(case: InferCase, dtype: torch.dtype) -> Sample:
     if case.sink:
         sink = 2 * random.normal(case.heads[0])
         options["sink"] = sink.float() if case.sink == "float32" else sink
+    if case.quant:
+        mode = ("channel", "token").index(case.quant)
+        options["inner_precise"] = 1
+        for name, size in (("key", case.d), ("value", case.dv or case.d)):
+            scale = random.normal(*case.shape_of_scale(size)).abs() / 64
+            options[f"{name}_antiquant_scale"] = scale.to(wide(dtype)) if mode else scale
+            options[f"{name}_antiquant_mode"] = mode
     return Sample("fused_infer_attention_score", f"{case.id}-{dtype}", inputs, options)
 
 
@@ -266,7 +298,12 @@ FUSED_INFER_ATTENTION_SCORE = Operator(
     build,
     inference_only=True,
     on_device=DEVICE_CASES.__contains__,
-    torch_npu=partial(torch_npu, "npu_fused_infer_attention_score_v2"),
+    torch_npu=lambda x: torch_npu(
+        "npu_fused_infer_attention_score_v2",
+        x,
+        key_quant_mode=x.get("key_antiquant_mode", 0),
+        value_quant_mode=x.get("value_antiquant_mode", 0),
+    ),
 )
 
 OPERATORS = [FUSED_INFER_ATTENTION_SCORE]

@@ -58,7 +58,8 @@ _SPARSE = "query BSNd, key {keys}d, value {keys}d, query_rope BSNr, key_rope {ke
 _STATISTICS = "softmax_max B1SN, softmax_sum B1SN, d_softmax_sum B1SN"
 _DENSE = (
     "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}, query_rope {q}, "
-    "key_rope {k}, quant_scale2 {scale}, quant_offset2 {scale}"
+    "key_rope {k}, quant_scale2 {scale}, quant_offset2 {scale}, key_antiquant_scale {scales}, "
+    "value_antiquant_scale {scales}"
 )
 _DENSE_SAVED = (
     "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}, d_softmax_sum {stats}"
@@ -424,6 +425,13 @@ def _scale(call: Mapping[str, Any]) -> str:
     return axes.replace("z", "N", 1)
 
 
+def _scales(call: Mapping[str, Any]) -> str:
+    """The scales of int8 keys, for each token or each channel."""
+    if call["key_antiquant_mode"] == 1:
+        return "Bz"
+    return {"BSH": "K", "BNSD": "K1d"}.get(_layouts(call)[0], "Kd")
+
+
 def _scatter(call: Mapping[str, Any]) -> str:
     plain = call["cache_mode"] == "Norm" and call["scatter_mode"] == "None"
     # Every other mode has slots or a buffer of its own for each head.
@@ -446,6 +454,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "pse": _pse,
     "dense": _dense,
     "scale": _scale,
+    "scales": _scales,
     "scatter": _scatter,
     "rows": lambda call: "ABCDEFGHIJKLM"[: call["lse"][0].dim()],
     # The blocks of a cache belong to no sequence, and a part of the queries sees other keys than

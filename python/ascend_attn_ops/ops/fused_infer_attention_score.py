@@ -33,6 +33,10 @@ def fused_infer_attention_score(
     sparse_mode: int = 0,
     inner_precise: int = 0,
     return_softmax_lse: bool = False,
+    key_antiquant_scale: Tensor | None = None,
+    value_antiquant_scale: Tensor | None = None,
+    key_antiquant_mode: int = 0,
+    value_antiquant_mode: int = 0,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Attention for serving, without gradients: prefill, chunked prefill and decoding.
@@ -88,6 +92,13 @@ def fused_infer_attention_score(
             mask keeps all keys.
         inner_precise: 0 to 3, how the device computes; the CPU ignores it.
         return_softmax_lse: whether softmax_lse is computed.
+        key_antiquant_scale: what int8 keys are multiplied with, in fractal pages (num_blocks, Nk,
+            D/32, block_size, 32). Mode 0: in query's dtype, (Nk*D,) in layout BSH, (Nk, 1, D) in
+            BNSD, (Nk, D) in others. Mode 1: float32 (float64 for float64 inputs), (B, S), of key j
+            of each sequence in column j; S is at least what block_table has room for.
+        value_antiquant_scale: the same of value, with Dv; both or none.
+        key_antiquant_mode: 0, a scale for each channel, or 1, for each token.
+        value_antiquant_mode: as key_antiquant_mode.
 
     Returns:
         out, in query's dtype and the layout of the output with Dv for D: NBSD is (N, B, Sq, Dv),
@@ -96,7 +107,8 @@ def fused_infer_attention_score(
         not asked for.
 
     Raises:
-        TypeError: a dtype is not supported or disagrees. Quantised tensors are left to torch_npu.
+        TypeError: a dtype is not supported or disagrees. Other quantised tensors are left to
+            torch_npu.
         ValueError: a shape, length, layout, mode, block number, mask content or device limit is
             violated.
         NotImplementedError: the product in force has no such operator; an input requires grad.
@@ -122,6 +134,7 @@ def fused_infer_attention_score(
         query, key, value, num_heads, num_key_value_heads, layout, atten_mask,
         actual_seq_lengths_query, actual_seq_lengths_key, block_table, block_size, query_rope,
         key_rope, sink, scale_value, pre_tokens, next_tokens, sparse_mode, inner_precise,
-        return_softmax_lse,
+        return_softmax_lse, key_antiquant_scale, value_antiquant_scale, key_antiquant_mode,
+        value_antiquant_mode,
     )  # fmt: skip
     return outputs

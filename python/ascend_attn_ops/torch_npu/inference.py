@@ -38,8 +38,9 @@ def fused(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns out and lse, which is +inf in rows without keys as torch_npu's is."""
     tensors = {"query": query, "key": key, "value": value}
+    has_scales = options.get("key_antiquant_scale") is not None
     for argument, x in tensors.items():
-        if x.dtype not in _FLOATS:
+        if x.dtype not in _FLOATS and not (has_scales and argument != "query"):
             raise unsupported(name, argument, "float16 or bfloat16", x)
     sink = options.get("sink")
     if sink is not None and sink.dtype not in _HALVES:
@@ -70,7 +71,7 @@ def _biased(
     """By flash_attention_score, which has a bias: without pages, ropes and packs."""
     if layout not in ("BSH", "BSND", "BNSD"):
         raise unsupported(name, "pse_shift", f"None in layout {layout}", pse_shift)
-    for argument in ("block_table", "query_rope", "key_rope"):
+    for argument in ("block_table", "query_rope", "key_rope", "key_antiquant_scale"):
         if options.get(argument) is not None:
             raise unsupported(name, argument, "None beside pse_shift", options[argument])
     parameters = signature_of("flash_attention_score").parameters

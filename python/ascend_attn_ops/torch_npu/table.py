@@ -27,6 +27,9 @@ _FUSED_ONLY: dict[str, list[object]] = {
     ],
     "sparse_mode": [0, 1, 2, 3, 4],
 }  # fmt: skip
+_QUANT_MODES = {
+    "key_quant_mode": "key_antiquant_mode", "value_quant_mode": "value_antiquant_mode",
+}  # fmt: skip
 _KL_LOSS_GRAD = "sparse_lightning_indexer_kl_loss_grad"
 _METADATA = ("metadata",)
 _NO_BAND = {"pre_tokens": [ALL_TOKENS_SPARSE], "next_tokens": [ALL_TOKENS_SPARSE]}
@@ -51,9 +54,10 @@ TABLE = [
     Translation("npu::npu_incre_flash_attention", _FUSED, inference.one_token,
                 names={"actual_seq_lengths": "actual_seq_lengths_key"},
                 only={"input_layout": ["BSH", "BSND", "BNSD"]}),
-    *(Translation(f"npu::{name}", _FUSED, inference.fused, only=_FUSED_ONLY) for name in _NAMES),
+    *(Translation(f"npu::{name}", _FUSED, inference.fused, only=_FUSED_ONLY, names=_QUANT_MODES)
+      for name in _NAMES),
     *(Translation(f"npu::{name}.out", _FUSED, inference.fused_out, only=_FUSED_ONLY,
-                  without_effect=("workspace",)) for name in _NAMES),
+                  names=_QUANT_MODES, without_effect=("workspace",)) for name in _NAMES),
     *(Translation(f"npu::_{name}_get_max_workspace", inference.workspace) for name in _NAMES),
     Translation("atb::_npu_paged_attention", inference.paged, without_effect=("workspace",)),
     Translation("atb::_npu_paged_attention_get_workspace", inference.workspace),

@@ -28,6 +28,8 @@ NAMES = {
     "actual_seq_qlen": "actual_seq_lengths_query",
     "cmp_residual_k": "cmp_residual_key",
     "compress_seq_offsets": "compress_seq_offset",
+    "dequant_scale_key": "key_antiquant_scale",
+    "dequant_scale_value": "value_antiquant_scale",
     "dropout_mask": "drop_mask",
     "head_num": "num_heads",
     "input_layout": "layout",

@@ -36,6 +36,8 @@ PAGED = InferCase(layout="BSND", s=(2, 0), lengths=(None, (20, 7)), heads=(4, 2)
 BY_HEAD = replace(PAGED, pages="heads")
 FRACTALS = replace(PAGED, pages="fractals")
 PAGED_PACK = replace(PACK, d=16, pages="rows")
+INT8 = replace(FRACTALS, d=32, quant="channel")
+TOKENS = replace(INT8, quant="token")
 ROPES = replace(PLAIN, rope=4)
 SINK = replace(PLAIN, sink="float32")
 
@@ -96,6 +98,26 @@ RULES = [
     wrong(BY_HEAD, r"in the order .num_blocks, block_size, Nk, D", key=normal(7, 16, 2, 16)),
     wrong(FRACTALS, "multiple of 16 for keys in fractals, got 24", query=normal(2, 2, 4, 24),
           key=normal(7, 2, 1, 16, 24)),
+    # Int8 keys.
+    wrong(INT8, "because value_antiquant_scale is given.*161001", key_antiquant_scale=None),
+    wrong(INT8, "because key_antiquant_scale is given.*161001", value_antiquant_scale=None),
+    wrong(INT8, "per token, got 2", key_antiquant_mode=2, value_antiquant_mode=2),
+    wrong(INT8, "key_antiquant_mode, 0, got 1", value_antiquant_mode=1),
+    wrong(INT8, "beside key_antiquant_scale, got None.*161001", block_table=None),
+    wrong(INT8, "pages of shape .* D / 32, block_size, 32", key=torch.ones(7, 16, 64).char()),
+    wrong(INT8, r"= \[7, 2, 1, 16, 32\]", key=torch.ones(7, 2, 2, 16, 16).char()),
+    wrong(INT8, "query: multiple of 32", query=normal(2, 2, 4, 16)),
+    wrong(INT8, "query_rope, key_rope: None beside", query_rope=normal(2, 2, 4, 16)),
+    wrong_type(INT8, "int8, got bfloat16", key=normal(7, 2, 1, 16, 32)),
+    wrong_type(INT8, "int8, got uint8", value=torch.ones(7, 2, 1, 16, 32).byte()),
+    *(wrong_type(case, "bfloat16 .query's" if case is INT8 else "float32", **{
+        f"{name}_antiquant_scale": lambda x: x.half()})
+      for case in (INT8, TOKENS) for name in ("key", "value")),
+    *(wrong(replace(INT8, layout=layout), rf"in this layout = \[{shape}\]",
+            value_antiquant_scale=normal(3, 32))
+      for layout, shape in (("BSH", "64"), ("BNSD", "2, 1, 32"), ("BSND", "2, 32"))),
+    *(wrong(TOKENS, r"\(2, S\) with S of at least 48", key_antiquant_scale=torch.ones(*sizes))
+      for sizes in ((2, 47), (1, 48), (96,))),
     # Ropes and sinks.
     wrong(ROPES, "because key_rope is given.*161001", query_rope=None),
     wrong(ROPES, "because query_rope is given.*161001", key_rope=None),
@@ -129,7 +151,21 @@ def limits() -> Iterator[WrongCall]:
     pack = replace(PACK, d=64)
     paged = replace(PAGED, d=64)
     absorbed = replace(PAGED, layout="BNSD", heads=(8, 1), d=512, rope=64)
+    int8 = replace(INT8, d=128, block_size=128, s=(2, 0), mode=3)
+    bf16 = partial(wrong, "A2", dtype=torch.bfloat16)
     yield from (
+        wrong("950", int8, "key_antiquant_scale: None"),
+        wrong("A2", int8, "query: bfloat16 beside int8 keys", TypeError),
+        bf16(replace(int8, d=64), "query: D of 128 beside int8"),
+        bf16(replace(int8, s=(17, 0)), "query: at most 16 tokens"),
+        bf16(replace(int8, block_size=256), "key: 128 or 512 for int8 keys"),
+        bf16(replace(int8, layout="BNSD_BSND"), "layout: TND beside int8 keys"),
+        bf16(replace(int8, layout="TND", lengths=((1, 2), (20, 7)), quant="token"),
+                     "key_antiquant_mode: 0 in layout TND"),
+        bf16(int8, "inner_precise: 1 beside int8 keys", inner_precise=0),
+        bf16(replace(int8, mode=0), "sparse_mode: where Sq is 1, beside int8"),
+        bf16(replace(int8, lse=True), "return_softmax_lse: False beside int8"),
+        bf16(int8, "inner_precise: 0 beside a sink", sink=torch.ones(4)),
         wrong("310P", plain, "product: a product that has aclnnFusedInfer", NotImplementedError),
         wrong("A2", plain, "query: float16 or bfloat16", TypeError, dtype=torch.float32),
         wrong("A2", replace(plain, heads=(257, 1)), r"query: expected N .* 1\.\.256"),
@@ -170,9 +206,12 @@ def limits() -> Iterator[WrongCall]:
 
 DIFFERENTIABLE = (
     (PLAIN, "query"), (PLAIN, "key"), (PLAIN, "value"), (SINK, "sink"), (ROPES, "key_rope"),
+    (INT8, "key_antiquant_scale"),
 )  # fmt: skip
+SCALES = ("key_antiquant_scale", "value_antiquant_scale")
 TENSORS = ("key", "value", "atten_mask", "query_rope", "key_rope", "sink", "block_table")
 WRONG_CALLS = [
     *RULES, *device_rules(wrong, replace(PAGED, mask="BS", rope=16, sink="float32"), TENSORS),
-    *gradient_rules(wrong, DIFFERENTIABLE), *block_rules(), *limits(),
+    *device_rules(wrong, INT8, SCALES), *gradient_rules(wrong, DIFFERENTIABLE), *block_rules(),
+    *limits(),
 ]  # fmt: skip

@@ -21,7 +21,11 @@ from ascend_attn_ops.reference.operators.fused_infer_attention_score import layo
 def expected(sample: Sample) -> list[Expected]:
     exact, dtype = sample.double(), sample.inputs["query"].dtype
     out, lse = exact.call(reference)
-    terms, _ = exact.replace(value=magnitude(exact.inputs["value"])).call(reference)
+    # Also of int8, whose least number has no absolute value there.
+    sizes = {"value": magnitude(exact.inputs["value"].double())}
+    if exact.options.get("value_antiquant_scale") is not None:
+        sizes["value_antiquant_scale"] = magnitude(exact.options["value_antiquant_scale"])
+    terms, _ = exact.replace(**sizes).call(reference)
     largest = largest_score_of(sample)
     return [within("out", out, terms, dtype, largest), of_lse(lse, dtype, largest)]
 
@@ -37,6 +41,10 @@ def largest_score_of(sample: Sample) -> float:
         return pages_by_head(x, heads).transpose(0, 1).flatten(1, 2)
 
     query, key = to_heads(a.query, a.num_heads, layout), keys(a.key)
+    if a.key_antiquant_scale is not None:
+        scale = magnitude(a.key_antiquant_scale)
+        of_tokens = max(scale.flatten().tolist(), default=0.0)
+        key = key * (of_tokens if a.key_antiquant_mode else scale.reshape(heads, 1, -1))
     if a.query_rope is not None:
         query = torch.cat((query, to_heads(a.query_rope, a.num_heads, layout)), -1)
         key = torch.cat((key, keys(a.key_rope)), -1)

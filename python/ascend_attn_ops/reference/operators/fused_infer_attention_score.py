@@ -32,6 +32,7 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = log(sum(exp(s)) + exp(sink));  out = exp(s - lse) @ v
 
     A row without keys is zero, with lse -inf or the sink; rows of no sequence are zero and -inf.
+    With scales, k and v are the int8 numbers times those of their channels or tokens.
     """
     inputs, output = layouts(a.layout)
     with_defaults(a)
@@ -85,7 +86,8 @@ def is_packed(layout: str) -> bool:
 def size_of_value(a: Arguments, key_heads: int) -> int:
     if a.block_table is not None:
         x = a.value
-        return int({3: x.shape[-1] // key_heads, 4: x.shape[-1]}.get(x.dim(), 16 * x.shape[2]))
+        fractals = x.shape[2] * x.shape[-1]
+        return int({3: x.shape[-1] // key_heads, 4: x.shape[-1]}.get(x.dim(), fractals))
     return int(to_heads(a.value, key_heads, layouts(a.layout)[0]).shape[-1])
 
 
@@ -123,8 +125,19 @@ def keys_and_values(
             return rows[:, span.keys]
         return from_pages(pages_by_head(x, heads), a.block_table[number], read)
 
-    k = of(a.key)
-    return k if a.key_rope is None else torch.cat((k, of(a.key_rope)), -1), of(a.value)
+    k, v = of(a.key), of(a.value)
+    if a.key_antiquant_scale is not None:
+        k, v = (
+            x * by_head(scale, heads, a.key_antiquant_mode, number, len(read))
+            for x, scale in ((k, a.key_antiquant_scale), (v, a.value_antiquant_scale))
+        )
+    return k if a.key_rope is None else torch.cat((k, of(a.key_rope)), -1), v
+
+
+def by_head(scale: Tensor, heads: int, mode: int, number: int, keys: int) -> Tensor:
+    """(Nk,1,D) or (Skv,1), with which the int8 numbers of a sequence are multiplied."""
+    scale = scale.to(compute_dtype(scale))
+    return scale.reshape(heads, 1, -1) if mode == 0 else scale[number, :keys, None]
 
 
 def pages_by_head(pages: Tensor, heads: int) -> Tensor:

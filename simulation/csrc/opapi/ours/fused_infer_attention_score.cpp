@@ -37,6 +37,12 @@ OperatorArguments ours(const InferAttention& given) {
   add("query_rope", given.query_rope);
   add("key_rope", given.key_rope);
   add("sink", given.sinks);
+  if (given.key_scale) {
+    add("key_antiquant_scale", given.key_scale);
+    add("value_antiquant_scale", given.value_scale);
+    arguments["key_antiquant_mode"] = given.scale_mode;
+    arguments["value_antiquant_mode"] = given.scale_mode;
+  }
   return arguments;
 }
 
@@ -213,8 +219,29 @@ void check_lists(const InferAttention& given) {
   }
 }
 
+// Int8 keys and values are pages of fractals with scales, which no other ones have.
+void check_scales(const Call& call, const InferAttention& given) {
+  const auto& key = given.key;
+  const bool is_int8 = key.scalar_type() == at::kChar;
+  TORCH_CHECK(given.value.scalar_type() == key.scalar_type(), "value: another dtype than key");
+  TORCH_CHECK(is_int8 == given.key_scale.has_value() && is_int8 == given.value_scale.has_value(),
+              "keyAntiquantScale, valueAntiquantScale: not those of key");
+  if (!is_int8) {
+    return;
+  }
+  TORCH_CHECK(given.block_table && key.dim() == 5 && is_ours(given),
+              "key: int8, not in pages of fractals");
+  TORCH_CHECK(given.scale_mode == call.get<int64_t>("valueAntiquantMode"),
+              "valueAntiquantMode: another one than keyAntiquantMode");
+  constexpr int64_t kPerToken = 1;
+  const auto expected = given.scale_mode == kPerToken ? at::kFloat : given.query.scalar_type();
+  TORCH_CHECK(given.key_scale->scalar_type() == expected, "keyAntiquantScale: dtype ",
+              given.key_scale->scalar_type());
+}
+
 void check(const Call& call) {
   const auto given = arguments_of(call);
+  check_scales(call, given);
   const bool is_v5 = call.find<int64_t>("pseType");
   TORCH_CHECK(given.heads > 0 && given.heads % given.key_heads == 0, "numHeads: ", given.heads,
               " is no multiple of numKeyValueHeads ", given.key_heads);
@@ -234,9 +261,11 @@ void check(const Call& call) {
 const Function kFunction{.workspace = 1024, .device = {.check = check}, .compute = compute};
 
 constexpr Dtypes kFloatOrBfloat16{ACL_FLOAT, ACL_BF16};
+constexpr Dtypes kScales{ACL_FLOAT, ACL_FLOAT16, ACL_BF16};
+constexpr Dtypes kHalfOrInt8{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 constexpr auto kInputs =
-    join(input("query", "", kHalf), input<TensorList>("key", "", kHalf),
-         input<TensorList>("value", "", kHalf), optional_input("pseShiftOptional", "", kHalf),
+    join(input("query", "", kHalf), input<TensorList>("key", "", kHalfOrInt8),
+         input<TensorList>("value", "", kHalfOrInt8), optional_input("pseShiftOptional", "", kHalf),
          optional_input("attenMaskOptional", "", kInferMask),
          attribute<IntArray>("actualSeqLengthsOptional"),
          attribute<IntArray>("actualSeqLengthsKvOptional"),
@@ -244,18 +273,20 @@ constexpr auto kInputs =
 constexpr auto kNoOutputScales = not_computed("quantScale2Optional", "quantOffset2Optional");
 constexpr auto kOutputScales = join(optional_input("quantScale2Optional", "", kFloatOrBfloat16),
                                     optional_input("quantOffset2Optional", "", kFloatOrBfloat16));
-constexpr auto kMoreInputs = join(
-    not_computed("antiquantScaleOptional", "antiquantOffsetOptional"),
-    optional_input("blockTableOptional", "", kInt32),
-    optional_input("queryPaddingSizeOptional", "", {ACL_INT64}),
-    optional_input("kvPaddingSizeOptional", "", {ACL_INT64}),
-    not_computed("keyAntiquantScaleOptional", "keyAntiquantOffsetOptional",
-                 "valueAntiquantScaleOptional", "valueAntiquantOffsetOptional"),
-    optional_input("keySharedPrefixOptional", "", kHalf),
-    optional_input("valueSharedPrefixOptional", "", kHalf),
-    attribute<IntArray>("actualSharedPrefixLenOptional"),
-    optional_input("queryRopeOptional", "", kHalf), optional_input("keyRopeOptional", "", kHalf),
-    not_computed("keyRopeAntiquantScaleOptional"));
+constexpr auto kMoreInputs = join(not_computed("antiquantScaleOptional", "antiquantOffsetOptional"),
+                                  optional_input("blockTableOptional", "", kInt32),
+                                  optional_input("queryPaddingSizeOptional", "", {ACL_INT64}),
+                                  optional_input("kvPaddingSizeOptional", "", {ACL_INT64}),
+                                  optional_input("keyAntiquantScaleOptional", "", kScales),
+                                  not_computed("keyAntiquantOffsetOptional"),
+                                  optional_input("valueAntiquantScaleOptional", "", kScales),
+                                  not_computed("valueAntiquantOffsetOptional"),
+                                  optional_input("keySharedPrefixOptional", "", kHalf),
+                                  optional_input("valueSharedPrefixOptional", "", kHalf),
+                                  attribute<IntArray>("actualSharedPrefixLenOptional"),
+                                  optional_input("queryRopeOptional", "", kHalf),
+                                  optional_input("keyRopeOptional", "", kHalf),
+                                  not_computed("keyRopeAntiquantScaleOptional"));
 constexpr auto kSinks =
     join(not_computed("dequantScaleQueryOptional"), optional_input("learnableSinkOptional"));
 constexpr auto kAttributes =

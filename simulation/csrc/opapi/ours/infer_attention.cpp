@@ -59,7 +59,10 @@ InferAttention arguments_of(const Call& call) {
           .value_prefix = tensor("valueSharedPrefix"),
           .prefix_length = lengths("actualSharedPrefixLen"),
           .query_rope = tensor("queryRope"),
-          .key_rope = tensor("keyRope")};
+          .key_rope = tensor("keyRope"),
+          .key_scale = tensor("keyAntiquantScale"),
+          .value_scale = tensor("valueAntiquantScale"),
+          .scale_mode = number("keyAntiquantMode")};
 }
 
 bool is_packed(std::string_view layout) { return layout == "TND" || layout == "NTD"; }
