@@ -55,12 +55,13 @@ Positions kept_arguments(const PromptFlashAttention& op) {
           position_of(op, op.quant_offset2)};
 }
 Positions kept_arguments(const FusedInferAttentionScore& op) {
-  // A sink is float32 or as query, and the scales of tokens are float32.
+  // A sink is float32 or as query, and scales are float32 but those of channels.
   Positions kept;
   if (op.sink && op.sink->scalar_type() == at::kFloat) {
     kept.push_back(position_of(op, op.sink));
   }
-  if (op.quantization.by_token()) {
+  if (op.quantization.by_token() || op.quantization.of_query()) {
+    kept.push_back(position_of(op, op.quantization.dequant_scale_query));
     kept.push_back(position_of(op, op.quantization.key_antiquant_scale));
     kept.push_back(position_of(op, op.quantization.value_antiquant_scale));
   }

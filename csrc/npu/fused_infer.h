@@ -19,7 +19,7 @@ namespace ascend_attn::aclnn {
 // that the content of a mask masks whole, as on the CPU.
 inline constexpr int64_t kCorrectsMaskedRows = 2;
 
-// A call whose query is not quantised.
+// A call without the arguments that this library never gives.
 struct FusedInfer {
   const at::Tensor& query;
   const at::Tensor& key;
@@ -29,6 +29,8 @@ struct FusedInfer {
   std::optional<at::Tensor> quant_scale2 = {}, quant_offset2 = {};
   std::optional<at::Tensor> key_antiquant_scale = {}, value_antiquant_scale = {};
   int64_t key_antiquant_mode = 0, value_antiquant_mode = 0;
+  std::optional<at::Tensor> dequant_scale_query = {};
+  int64_t query_quant_mode = 0;
   std::optional<at::Tensor> block_table = {}, query_rope = {}, key_rope = {}, sink = {};
   int64_t num_heads;
   double scale_value;
@@ -107,11 +109,12 @@ void launch_fused_infer(const FusedInfer& call) {
                call.atten_mask, call.query_lengths, call.key_lengths, none, none, none,
                call.quant_scale2, call.quant_offset2, none, none, call.block_table, none, none,
                call.key_antiquant_scale, none, call.value_antiquant_scale, none, none, none,
-               no_list, call.query_rope, call.key_rope, none, none, call.sink, starts...,
-               call.num_heads, call.scale_value, call.pre_tokens, call.next_tokens, call.layout,
-               call.num_key_value_heads, call.sparse_mode, call.inner_precise, call.block_size,
-               zero, call.return_softmax_lse, call.key_antiquant_mode, call.value_antiquant_mode,
-               zero, pse_type..., call.out, call.softmax_lse);
+               no_list, call.query_rope, call.key_rope, none, call.dequant_scale_query, call.sink,
+               starts..., call.num_heads, call.scale_value, call.pre_tokens, call.next_tokens,
+               call.layout, call.num_key_value_heads, call.sparse_mode, call.inner_precise,
+               call.block_size, zero, call.return_softmax_lse, call.key_antiquant_mode,
+               call.value_antiquant_mode, call.query_quant_mode, pse_type..., call.out,
+               call.softmax_lse);
     };
   };
   if constexpr (std::same_as<Prototype, FusedInferV5>) {

@@ -24,7 +24,9 @@ DenseShape::DenseShape(const DenseTensors& call, const OperatorLimits& limits)
       heads_(call.heads),
       key_heads_given_(call.key_heads.has_value()) {
   check_attention_dtype(name_, query(), call.or_int8);
-  limits_.dtype("query", query_.scalar_type());
+  if (!call.int8_keys || query_.scalar_type() != at::kChar) {
+    limits_.dtype("query", query_.scalar_type());
+  }
   for (const auto& argument : {query(), NamedTensor{"key", key_}, NamedTensor{"value", value_}}) {
     if (!paged_ || &argument.tensor == &query_) {
       check_rank(argument);
@@ -120,7 +122,9 @@ bool DenseShape::read_ropes(const std::optional<at::Tensor>& of_query,
 
 void DenseShape::check_rope(NamedTensor rope, c10::SymIntArrayRef sizes, const char* beside) const {
   check_device(name_, rope, query());
-  check_dtype(name_, rope, query());
+  // An int8 query has ropes that are not quantised.
+  query_.scalar_type() == at::kChar ? check_dtype(name_, rope, at::kBFloat16)
+                                    : check_dtype(name_, rope, query());
   check_value(fits_shape(rope.tensor, sizes), name_, rope.name, "expected ", beside,
               "'s shape with Dr = ", rope_size_, ", ", sizes, ", got ", rope.tensor.sym_sizes());
 }

@@ -73,10 +73,11 @@ namespace {
 const FusedInferAttentionScore& computable(const FusedInferAttentionScore& op) {
   for (const auto& argument : {NamedTensor{"query", op.query}, NamedTensor{"key", op.key},
                                NamedTensor{"value", op.value}}) {
-    const bool may_be_int8 = op.quantization.given() && &argument.tensor != &op.query;
+    const bool is_query = &argument.tensor == &op.query;
+    const bool may_be_int8 = is_query ? op.quantization.of_query() : op.quantization.given();
     check_type(may_be_int8 || argument.tensor.element_size() > 1, op.name, argument.name,
-               "expected dtype float16, bfloat16, float32 or float64, or int8 of key and value "
-               "beside key_antiquant_scale, got ",
+               "expected dtype float16, bfloat16, float32 or float64, or int8 beside ",
+               is_query ? "dequant_scale_query" : "key_antiquant_scale", ", got ",
                dtype_name(argument.tensor.scalar_type()),
                "; torch_npu.npu_fused_infer_attention_score_v2 takes other quantised tensors");
   }
@@ -97,6 +98,7 @@ FusedInferRules::FusedInferRules(const FusedInferAttentionScore& op)
                   .heads = op.heads(),
                   .key_heads = op.num_key_value_heads,
                   .paged = op.block_table || op.quantization.given(),
+                  .or_int8 = op.quantization.of_query(),
                   .int8_keys = op.quantization.given()},
                  FusedInferAttentionScore::limits),
       op_(op),
@@ -109,13 +111,15 @@ FusedInferRules::FusedInferRules(const FusedInferAttentionScore& op)
   }
   paged_ ? check_pages() : read_keys();
   if (read_ropes(op.query_rope, op.key_rope)) {
-    check_rope({"key_rope", *op.key_rope}, paged_ ? page_sizes(rope_size_) : key_sizes(rope_size_),
+    check_rope({"key_rope", *op.key_rope},
+               paged_ ? page_sizes(rope_size_, op.key_rope->element_size()) : key_sizes(rope_size_),
                "key");
   }
   check_lengths();
   if (op.quantization.given()) {
     check_scale({"key_antiquant_scale", *op.quantization.key_antiquant_scale}, head_size_);
     check_scale({"value_antiquant_scale", *op.quantization.value_antiquant_scale}, value_size_);
+    check_scale_of_query();
   }
 }
 
@@ -136,8 +140,30 @@ void FusedInferRules::check_quantization() const {
               "expected pages of shape (num_blocks, Nk, D / 32, block_size, 32) beside "
               "key_antiquant_scale, got ",
               key_.sym_sizes());
-  check_value(!op_.query_rope && !op_.key_rope, name_, "query_rope, key_rope",
-              "expected None beside key_antiquant_scale, got a tensor");
+  if (!given.of_query()) {
+    check_value(!op_.query_rope && !op_.key_rope, name_, "query_rope, key_rope",
+                "expected None beside key_antiquant_scale, got a tensor");
+    return;
+  }
+  check_dtype(name_, query(), at::kChar);
+  check_value(given.query_quant_mode == 3, name_, "query_quant_mode",
+              "expected 3, a scale per token and head, got ", given.query_quant_mode);
+  check_value(given.by_channel(), name_, "key_antiquant_mode",
+              "expected 0 beside dequant_scale_query, got ", given.key_antiquant_mode);
+  check_present(op_.query_rope && op_.key_rope, name_, "query_rope, key_rope",
+                "expected tensors beside dequant_scale_query, got None");
+}
+
+void FusedInferRules::check_scale_of_query() const {
+  if (!op_.quantization.of_query()) {
+    return;
+  }
+  const NamedTensor scale{"dequant_scale_query", *op_.quantization.dequant_scale_query};
+  check_device(name_, scale, query());
+  check_dtype(name_, scale, at::kFloat);
+  auto sizes = query_sizes(layout_ == Layout::BSH ? Layout::BSND : layout_, 1);
+  sizes.pop_back();
+  check_shape(name_, scale, sizes, "of query without D");
 }
 
 void FusedInferRules::check_scale(NamedTensor scale, const c10::SymInt& size) const {
@@ -148,6 +174,11 @@ void FusedInferRules::check_scale(NamedTensor scale, const c10::SymInt& size) co
                     at_most(keys_, scale.tensor.sym_size(1)),
                 name_, scale.name, "expected shape (", batch_, ", S) with S of at least ", keys_,
                 ", the keys that block_table has room for, got ", scale.tensor.sym_sizes());
+    return;
+  }
+  if (op_.quantization.of_query()) {
+    check_dtype(name_, scale, at::kFloat);
+    check_shape(name_, scale, {{1}}, "of one scale beside dequant_scale_query");
     return;
   }
   check_dtype(name_, scale, query());
@@ -176,8 +207,9 @@ void FusedInferRules::check_pages() {
               "block_size, D) or (num_blocks, Nk, D / 16, block_size, 16) beside block_table, got ",
               key_.sym_sizes());
   const auto form = op_.page_form();
-  check_value(form != PageForm::fractals || divides(fractal_, head_size_), name_, "query",
-              "expected D to be a multiple of ", fractal_, " for keys in fractals, got ",
+  const auto fractal = fractal_columns(key_.element_size());
+  check_value(form != PageForm::fractals || divides(fractal, head_size_), name_, "query",
+              "expected D to be a multiple of ", fractal, " for keys in fractals, got ",
               head_size_);
   check_value(form != PageForm::heads || same(key_.sym_size(1), key_heads_) ||
                   !known_equal(key_.sym_size(2), key_heads_),
@@ -192,18 +224,19 @@ void FusedInferRules::check_pages() {
   check_value(may_equal(op_.block_size, 0) || same(op_.block_size, page_size_), name_, "block_size",
               "expected key's block_size, ", page_size_, ", or 0, got ", op_.block_size);
   keys_ = saturated_product(table.tensor.sym_size(1), page_size_);
-  check_shape(name_, key, page_sizes(head_size_), text_of(form));
+  check_shape(name_, key, page_sizes(head_size_, key_.element_size()), text_of(form));
   check_value(value_.dim() == rank, name_, value.name, "expected rank ", rank,
               " as key has, got shape ", value_.sym_sizes());
   value_size_ = form == PageForm::rows    ? value_.sym_size(2) / key_heads_
                 : form == PageForm::heads ? value_.sym_size(3)
-                                          : value_.sym_size(2) * fractal_;
+                                          : value_.sym_size(2) * fractal;
   check_value(positive(value_size_), name_, value.name,
               "expected a head size of at least 1, got shape ", value_.sym_sizes());
-  check_shape(name_, value, page_sizes(value_size_), text_of(form));
+  check_shape(name_, value, page_sizes(value_size_, value_.element_size()), text_of(form));
 }
 
-c10::SymDimVector FusedInferRules::page_sizes(const c10::SymInt& size) const {
+c10::SymDimVector FusedInferRules::page_sizes(const c10::SymInt& size, size_t element_size) const {
+  const auto fractal = fractal_columns(element_size);
   const auto& blocks = key_.sym_size(0);
   switch (op_.page_form()) {
     case PageForm::rows:
@@ -211,7 +244,7 @@ c10::SymDimVector FusedInferRules::page_sizes(const c10::SymInt& size) const {
     case PageForm::heads:
       return {blocks, key_heads_, page_size_, size};
     case PageForm::fractals:
-      return {blocks, key_heads_, size / fractal_, page_size_, fractal_};
+      return {blocks, key_heads_, size / fractal, page_size_, fractal};
   }
   return {};
 }
@@ -258,7 +291,8 @@ void FusedInferRules::check_options() const {
 }
 
 at::Tensor FusedInferRules::out(OutputSource& outputs) const {
-  return outputs.tensor(query_sizes(form_.output, value_size_), query_.options());
+  const auto dtype = op_.quantization.of_query() ? at::kBFloat16 : query_.scalar_type();
+  return outputs.tensor(query_sizes(form_.output, value_size_), query_.options().dtype(dtype));
 }
 
 at::Tensor FusedInferRules::softmax_lse(OutputSource& outputs) const {

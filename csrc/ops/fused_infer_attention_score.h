@@ -55,8 +55,12 @@ struct KeyQuantization {
 
   std::optional<at::Tensor> key_antiquant_scale, value_antiquant_scale;
   int64_t key_antiquant_mode, value_antiquant_mode;
+  // The scales of an int8 query, beside which keys and values have one each.
+  std::optional<at::Tensor> dequant_scale_query;
+  int64_t query_quant_mode;
 
-  bool given() const { return key_antiquant_scale || value_antiquant_scale; }
+  bool given() const { return key_antiquant_scale || value_antiquant_scale || of_query(); }
+  bool of_query() const { return dequant_scale_query.has_value(); }
   bool by_channel() const { return given() && key_antiquant_mode == per_channel; }
   bool by_token() const { return given() && key_antiquant_mode == per_token; }
 };
@@ -71,8 +75,9 @@ struct FusedInferAttentionScore {
       "Tensor? key_rope=None, Tensor? sink=None, float? scale_value=None, "
       "int pre_tokens=2147483647, int next_tokens=2147483647, int sparse_mode=0, "
       "int inner_precise=0, bool return_softmax_lse=False, Tensor? key_antiquant_scale=None, "
-      "Tensor? value_antiquant_scale=None, int key_antiquant_mode=0, int value_antiquant_mode=0) "
-      "-> (Tensor out, Tensor softmax_lse)";
+      "Tensor? value_antiquant_scale=None, int key_antiquant_mode=0, int value_antiquant_mode=0, "
+      "Tensor? dequant_scale_query=None, int query_quant_mode=0) -> (Tensor out, Tensor "
+      "softmax_lse)";
   // The second one on Ascend 950.
   static constexpr std::array functions{"aclnnFusedInferAttentionScoreV4",
                                         "aclnnFusedInferAttentionScoreV5"};

@@ -72,6 +72,9 @@ constexpr Rule kInt8PackMode{"key_antiquant_mode", "0 in layout TND", kA2A3};
 constexpr Rule kInt8Precise{"inner_precise", "1 beside int8 keys", kA2A3};
 constexpr Rule kInt8Mode{"sparse_mode", "3, or 0 without a mask where Sq is 1, beside int8 keys",
                          kA2A3};
+constexpr Rule kInt8QuerySize{"query", "D of 512 in int8", kA2A3};
+constexpr Rule kInt8QueryPages{"key", "block_size of 128 for int8 queries", kA2A3};
+constexpr Rule kInt8QueryLayout{"layout", "another one than BNSD for int8 queries", kA2A3};
 constexpr Rule kInt8Lse{"return_softmax_lse", "False beside int8 keys", kA2A3};
 
 // Whether a size is, or may be once it is known: rules let symbols pass, as the real call is
@@ -99,7 +102,7 @@ const OperatorLimits FusedInferAttentionScore::limits{
      kFractals,         kEqualPages,     kEqualPagesOf950,  kSinkSize,        kSinkPrecise,
      kNoSink,           kNoInt8,         kInt8Query,        kInt8Size,        kInt8Queries,
      kInt8Pages,        kInt8Layout,     kInt8PackBefore90, kInt8PackMode,    kInt8Precise,
-     kInt8Mode,         kInt8Lse}};
+     kInt8Mode,         kInt8Lse,        kInt8QuerySize,    kInt8QueryPages,  kInt8QueryLayout}};
 
 bool FusedInferRules::absorbed() const {
   return op_.query_rope && head_size_.maybe_as_int() == kAbsorbedSize;
@@ -249,20 +252,26 @@ void FusedInferRules::check_sink_limits() const {
 
 void FusedInferRules::check_quantization_limits() const {
   limits_.rule(kNoInt8, false, "a tensor");
-  limits_.rule(kInt8Query, query_.scalar_type() == at::kBFloat16, dtype_name(query_.scalar_type()));
-  limits_.rule(kInt8Size, may_be(head_size_, 128), head_size_);
   const auto queries = longest_query();
   limits_.rule(kInt8Queries, queries.value_or(0) <= 16, queries.value_or(0));
+  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
+  const bool all_keys = mode == SparseMode::standard && !op_.atten_mask && queries.value_or(1) <= 1;
+  limits_.rule(kInt8Mode, mode == SparseMode::right_down_causal || all_keys, op_.sparse_mode);
+  limits_.rule(kInt8Lse, !op_.return_softmax_lse, "True");
+  if (op_.quantization.of_query()) {
+    limits_.rule(kInt8QuerySize, may_be(head_size_, 512), head_size_);
+    limits_.rule(kInt8QueryPages, may_be(page_size_, 128), page_size_);
+    limits_.rule(kInt8QueryLayout, layout_ != Layout::BNSD, layout_name_);
+    return;
+  }
+  limits_.rule(kInt8Query, query_.scalar_type() == at::kBFloat16, dtype_name(query_.scalar_type()));
+  limits_.rule(kInt8Size, may_be(head_size_, 128), head_size_);
   limits_.rule(kInt8Pages, may_be(page_size_, 128) || may_be(page_size_, 512), page_size_);
   limits_.rule(kInt8Layout, !form_.is_pair(), layout_name_);
   limits_.rule(kInt8PackBefore90, !is_packed(), layout_name_);
   limits_.rule(kInt8PackMode, !is_packed() || op_.quantization.by_channel(),
                op_.quantization.key_antiquant_mode);
   limits_.rule(kInt8Precise, op_.inner_precise == 1, op_.inner_precise);
-  const auto mode = static_cast<SparseMode>(op_.sparse_mode);
-  const bool all_keys = mode == SparseMode::standard && !op_.atten_mask && queries.value_or(1) <= 1;
-  limits_.rule(kInt8Mode, mode == SparseMode::right_down_causal || all_keys, op_.sparse_mode);
-  limits_.rule(kInt8Lse, !op_.return_softmax_lse, "True");
 }
 
 }  // namespace ascend_attn

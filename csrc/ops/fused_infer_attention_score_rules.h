@@ -26,9 +26,10 @@ class FusedInferRules : DenseShape {
   // Check what is given of int8 keys, and then each scale, where heads have `size` channels.
   void check_quantization() const;
   void check_scale(NamedTensor scale, const c10::SymInt& size) const;
+  void check_scale_of_query() const;
   void check_pages();
-  // Returns the shape of pages whose heads have `size` channels.
-  c10::SymDimVector page_sizes(const c10::SymInt& size) const;
+  // Returns the shape of pages whose heads have `size` channels of `element_size` bytes.
+  c10::SymDimVector page_sizes(const c10::SymInt& size, size_t element_size) const;
   void check_lengths();
   void check_ends(std::string_view argument, const Lengths& lengths,
                   const c10::SymInt& tokens) const;
@@ -50,7 +51,6 @@ class FusedInferRules : DenseShape {
   const FusedInferAttentionScore& op_;
   const InferLayout& form_;
   c10::SymInt page_size_ = 0;
-  int64_t fractal_ = fractal_columns(key_.element_size());
 };
 
 }  // namespace ascend_attn

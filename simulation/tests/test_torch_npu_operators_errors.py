@@ -43,7 +43,7 @@ FUSED_V2 = torch_npu.npu_fused_infer_attention_score_v2
         (FUSED, "dequant_scale1", "deqScale1Optional"),
         (FUSED, "quant_scale2", "quantScale2Optional"),
         (FUSED, "key_rope_antiquant_scale", "keyRopeAntiquantScaleOptional"),
-        (FUSED_V2, "dequant_scale_query", "dequantScaleQueryOptional"),
+        (FUSED_V2, "dequant_scale_key_rope", "keyRopeAntiquantScaleOptional"),
         (FUSED_V2, "dequant_offset_key", "keyAntiquantOffsetOptional"),
         (FUSED_V2, "quant_scale_out", "quantScale2Optional"),
         (INCREMENTAL, "antiquant_scale", "antiquantScale"),

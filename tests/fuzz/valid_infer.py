@@ -45,12 +45,16 @@ def infer_case(random: Random) -> FuzzedInfer:
     if random.random() < 0.5:
         fields["pages"] = random.choice(("rows", "heads", "fractals"))
         fields["block_size"] = random.choice((16, 32, 48, 128))
-    if fields.get("pages") == "fractals" and "rope" not in fields:
-        fields["quant"] = random.choice(("", "channel", "token"))
+    if fields.get("pages") == "fractals":
+        of_keys = ("query",) if "rope" in fields else ("channel", "token")
+        fields["quant"] = random.choice(("", *of_keys))
+    if fields.get("quant") == "query":
+        fields.pop("dv", None)
     if fields.get("pages") == "fractals":
         for name in ("d", "dv", "rope"):
             if name in fields:
-                fields[name] = (32 if fields.get("quant") else 16) * random.randint(1, 3)
+                int8 = fields.get("quant") and name != "rope"
+                fields[name] = (32 if int8 else 16) * random.randint(1, 3)
     if packed:
         counts = tuple(random.randint(0, s[0]) for _ in range(batches))
         fields["lengths"] = counts, draw.lengths(random, batches, max(s[1], 2))
@@ -104,7 +108,7 @@ CASES: dict[str, Case] = {
     "valid/infinities/fused_infer_attention_score": case_of(
         infer_case,
         fused_infer_attention_score.build,
-        lambda case: ("query",) if case.quant else SOURCES,
+        lambda x: ("query_rope" if x.rope else "query",) if x.quant else SOURCES,
         same_on_all_threads=but_value,
     ),
 }

@@ -194,6 +194,33 @@ def test_absorbed_decode(layout: str) -> None:
         close_lse(lse[b, :, :, 0], expected_lse[0])
 
 
+def test_absorbed_decode_in_int8() -> None:
+    """mla_v1 with an int8 cache: views of fractals, and a rope that is divided by the scales."""
+    keys, table = [130, 7], torch.tensor([[1, 3], [0, -1]], dtype=torch.int32)
+    pages = torch.randint(-128, 128, (4, 1, 16, BLOCK, 32), dtype=torch.int8)
+    ropes, query_rope = normal(4, 1, 4, BLOCK, 16), 4096 * normal(2, 1, N, 64)
+    query = torch.randint(-128, 128, (2, 1, N, 512), dtype=torch.int8)
+    of_query, scale = torch.rand(2, 1, N) / 64, torch.tensor([0.02])
+    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
+        query, pages, pages, query_rope=query_rope, key_rope=ropes, num_query_heads=N,
+        num_key_value_heads=1, input_layout="BSND_NBSD", atten_mask=None, sparse_mode=0,
+        softmax_scale=0.07, query_quant_mode=3, key_quant_mode=0, value_quant_mode=0,
+        dequant_scale_query=of_query, dequant_scale_key=scale, dequant_scale_value=scale,
+        block_table=table, block_size=BLOCK, actual_seq_kvlen=keys,
+    )  # fmt: skip
+    for b, count in enumerate(keys):
+        rows, rope = (
+            x[table[b]].transpose(2, 3).flatten(3).flatten(0, 2)[:count].double()
+            for x in (pages, ropes)
+        )
+        wide = torch.cat((query[b], query_rope[b]), -1) * of_query[b, ..., None].double() * scale
+        expected, _ = attention(
+            wide.transpose(0, 1)[None], torch.cat((rows, rope), -1)[None, None],
+            scale * rows[None, None], scale=0.07,
+        )  # fmt: skip
+        close(out[:, b], expected[0])
+
+
 def test_context_parallelism() -> None:
     """attention_cp: parts of the keys, one of them empty, merged by their log-sum-exp."""
     query, key, value = normal(2, 1, N, D), normal(2, 60, NK, D), normal(2, 60, NK, D)

@@ -22,8 +22,8 @@ def kept_names(sample: Sample) -> set[str]:
         if weights is not None and weights.dtype == torch.float32:
             names.add("weights")
     slopes = sample.arguments.get("pse_type", 1) >= 2
-    if sample.options.get("key_antiquant_mode"):
-        names |= {"key_antiquant_scale", "value_antiquant_scale"}  # of tokens, float32
+    if sample.options.get("key_antiquant_mode") or "dequant_scale_query" in sample.options:
+        names |= {"key_antiquant_scale", "value_antiquant_scale", "dequant_scale_query"}
     if sample.operator == "fused_infer_attention_score":
         # Its sink is float32 or has query's dtype.
         names -= {n for n in ("sink",) if n in sample.tensors and sample.tensors[n].itemsize == 2}

@@ -170,11 +170,15 @@ HeadRows<T> rows_of(const Matrix<T>& rows) {
   return {rows.data(), rows.stride()};
 }
 
+// The ropes of int8 keys are not quantised.
+template <typename T>
+using RopeOf = std::conditional_t<std::is_same_v<T, int8_t>, at::BFloat16, T>;
+
 // The rows of one head of query or key, whose last part may lie in another tensor.
 template <typename T>
 struct JoinedRows {
   HeadRows<const T> rows;
-  std::optional<HeadRows<const T>> ropes;
+  std::optional<HeadRows<const RopeOf<T>>> ropes;
   int64_t size;       // of `rows`
   int64_t rope_size;  // of `ropes`
   // Between the fractals of a row, or of its rope; expanded ones are 0 apart.
@@ -242,7 +246,7 @@ class HeadKeys {
     JoinedRows<T> joined{key_rows<T>(tensor_, sequence_, head_, first), {}, size_, rope_size_};
     joined.fractal_stride = fractal_stride(tensor_);
     if (ropes_ != nullptr) {
-      joined.ropes = key_rows<T>(*ropes_, sequence_, head_, first);
+      joined.ropes = key_rows<RopeOf<T>>(*ropes_, sequence_, head_, first);
       joined.rope_fractal_stride = fractal_stride(*ropes_);
     }
     return joined;

@@ -83,7 +83,15 @@ DenseAttention::DenseAttention(const FusedInferAttentionScore& op)
 void DenseAttention::add(const KeyQuantization& quantization) {
   const auto dtype = statistics_dtype(query);
   query = query.to(dtype);
-  if (quantization.by_channel()) {
+  if (quantization.of_query()) {
+    // The ropes are scaled as well: callers divide them before.
+    const auto& of_tokens = *quantization.dequant_scale_query;
+    const auto factors =
+        by_head(axes_of(layout).merged() ? of_tokens : of_tokens.unsqueeze(-1), heads) *
+        *quantization.key_antiquant_scale;
+    query = query * factors;
+    query_rope = (query_rope * factors).contiguous();
+  } else if (quantization.by_channel()) {
     query = times_channels(query, *quantization.key_antiquant_scale);
   } else {
     key_scale = with_dense_rows(quantization.key_antiquant_scale->to(dtype));
@@ -94,7 +102,8 @@ void DenseAttention::add(const KeyQuantization& quantization) {
 
 at::Tensor DenseAttention::times_channels(const at::Tensor& by_head,
                                           const at::Tensor& scale) const {
-  const auto of_heads = scale.reshape({key_heads, 1, 1, -1}).to(by_head.scalar_type());
+  const auto of_heads =
+      (scale.numel() == 1 ? scale : scale.reshape({key_heads, 1, 1, -1})).to(by_head.scalar_type());
   return (by_head.unflatten(1, {key_heads, group()}) * of_heads).flatten(1, 2);
 }
 

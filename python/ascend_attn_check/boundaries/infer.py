@@ -28,6 +28,7 @@ ABSORBED_PACK = replace(ABSORBED, layout="TND", lengths=((1, 2), (20, 7)))
 SINK = replace(PLAIN, sink="float32")
 INT8 = replace(PAGED, d=128, pages="fractals", block_size=128, s=(16, 0), mode=3, quant="channel")
 INT8_PACK = replace(INT8, layout="TND", lengths=((1, 2), (20, 7)))
+INT8_QUERY = replace(ABSORBED, pages="fractals", block_size=128, s=(16, 0), mode=3, quant="query")
 LONG = replace(PLAIN, b=1, heads=(1, 1), d=16)
 A2, A3, P950 = "A2:9.1", "A3:9.1", "950:9.1"
 OLD, OLD_950 = "A2:8.5", "950:9.0"
@@ -37,11 +38,11 @@ ATLAS, ALL = (A2, A3), (A2, A3, P950)
 def arguments(case: InferCase, options: Arguments) -> Arguments:
     """Returns a call of the case on meta tensors."""
     n, nk = case.heads
-    of_keys = torch.int8 if case.quant else HALF
+    of_keys, of_query = torch.int8 if case.quant else HALF, case.quant == "query"
     given: Arguments = {
-        "query": meta(*case.shape(0, case.d)),
-        "key": meta(*case.shape_of_keys(case.d), dtype=of_keys),
-        "value": meta(*case.shape_of_keys(case.dv or case.d), dtype=of_keys),
+        "query": meta(*case.shape(0, case.d), dtype=torch.int8 if of_query else HALF),
+        "key": meta(*case.shape_of_keys(case.d, bool(case.quant)), dtype=of_keys),
+        "value": meta(*case.shape_of_keys(case.dv or case.d, bool(case.quant)), dtype=of_keys),
         "num_heads": n,
         "num_key_value_heads": nk,
         "layout": case.layout,
@@ -64,7 +65,12 @@ def arguments(case: InferCase, options: Arguments) -> Arguments:
         given["sink"] = meta(n, dtype=torch.float32 if case.sink == "float32" else HALF)
     if case.quant:
         by_token = case.quant == "token"
-        scale = meta(*case.shape_of_scale(case.d), dtype=torch.float32 if by_token else HALF)
+        dtype = torch.float32 if case.quant != "channel" else HALF
+        scale = meta(*case.shape_of_scale(case.d), dtype=dtype)
+        if of_query:
+            by_head = replace(case, layout="BSND") if case.inputs == "BSH" else case
+            given["dequant_scale_query"] = meta(*by_head.shape(0, 1)[:-1], dtype=dtype)
+            given["query_quant_mode"] = 3
         for name in ("key", "value"):
             given[f"{name}_antiquant_scale"] = scale
             given[f"{name}_antiquant_mode"] = int(by_token)
@@ -201,6 +207,12 @@ DOCUMENTED: list[Row] = [
      call(PAGED, d=192, dv=128, block_size=128),
      "value: expected key's shape in pages on {}, got a head size of 128 beside 192"),
     # Int8 keys.
+    (ATLAS, call(INT8_QUERY), call(INT8_QUERY, d=128),
+     "query: expected D of 512 in int8 on {}, got 128"),
+    (ATLAS, call(INT8_QUERY), call(INT8_QUERY, block_size=256),
+     f"{PAGES}128 for int8 queries on {{}}, got 256"),
+    (ATLAS, call(INT8_QUERY), call(INT8_QUERY, layout="BNSD"),
+     "layout: expected another one than BNSD for int8 queries on {}, got BNSD"),
     ((P950,), call(PAGED, pages="fractals"), call(INT8),
      "key_antiquant_scale: expected None on {}, got a tensor"),
     *((ATLAS, call(INT8), call(INT8, **change), text) for change, text in (

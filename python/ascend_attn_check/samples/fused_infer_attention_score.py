@@ -39,7 +39,9 @@ class InferCase:
     next: int = INT32_MAX
     sink: str = ""  # "float32", or "query" for its dtype
     lse: bool = False
-    quant: str = ""  # the scales of int8 keys, by "channel" or "token"
+    quant: str = (
+        ""  # the scales of int8 keys, by "channel", "token" or, with query in int8, "query"
+    )
 
     @property
     def id(self) -> str:
@@ -98,9 +100,9 @@ class InferCase:
             "NTD": (heads, s, size),
         }[self.inputs]
 
-    def shape_of_keys(self, size: int) -> tuple[int, ...]:
+    def shape_of_keys(self, size: int, int8: bool = False) -> tuple[int, ...]:
         heads, blocks = self.heads[1], self.sequences * self.blocks + 1
-        columns = 32 if self.quant else 16
+        columns = 32 if int8 else 16
         return {
             "": self.shape(1, size) if not self.pages else (),
             "rows": (blocks, self.block_size, heads * size),
@@ -110,8 +112,8 @@ class InferCase:
 
     def shape_of_scale(self, size: int) -> tuple[int, ...]:
         heads = self.heads[1]
-        if self.quant == "token":
-            return self.sequences, self.room
+        if self.quant != "channel":
+            return (1,) if self.quant == "query" else (self.sequences, self.room)
         return {"BSH": (heads * size,), "BNSD": (heads, 1, size)}.get(self.inputs, (heads, size))
 
     def length_options(self) -> dict[str, Tensor]:
@@ -140,6 +142,8 @@ _DECODE = InferCase(layout="BSND", b=3, s=(1, 0), lengths=(None, (40, 1, 33)), h
 # Int8 keys, as vLLM-Ascend decodes with them.
 _INT8 = InferCase(layout="BNSD", b=3, s=(1, 0), lengths=(None, (300, 1, 129)), heads=(8, 2), d=128,
                   pages="fractals", block_size=128, quant="channel")  # fmt: skip
+_INT8_MLA = replace(_ABSORBED, lengths=(None, (700, 33)), pages="fractals", block_size=128,
+                    quant="query")  # fmt: skip
 # Within the limits of A2 and A3, in bfloat16.
 INT8_CASES = [
     _INT8,
@@ -148,6 +152,10 @@ INT8_CASES = [
     replace(_INT8, layout="TND", lengths=((16, 1, 0, 3), (600, 1, 40, 2)), block_size=512, mode=3),
     replace(_INT8, s=(16, 0), heads=(4, 2), mode=3, quant="token"),
     replace(_INT8, layout="BSND", heads=(4, 4), lengths=(None, (128, 0, 513))),
+    replace(_INT8_MLA, layout="BSND"),
+    replace(_INT8_MLA, layout="BSH", s=(2, 0), mode=3),
+    replace(_INT8_MLA, layout="BSND_NBSD"),
+    replace(_INT8_MLA, layout="TND_NTD", lengths=((1, 3), (700, 33)), mode=3),
 ]
 # Within the limits of a device.
 DEVICE_CASES = [
@@ -250,9 +258,17 @@ def block_table(case: InferCase, random: Random) -> Tensor:
 
 
 def build(case: InferCase, dtype: torch.dtype) -> Sample:
+    dtype = torch.bfloat16 if case.quant == "query" else dtype
     random = Random(case.id, dtype)
-    shapes = {"key": case.shape_of_keys(case.d), "value": case.shape_of_keys(case.dv or case.d)}
-    inputs = {"query": random.normal(*case.shape(0, case.d))}
+    int8 = bool(case.quant)
+    shapes = {
+        "key": case.shape_of_keys(case.d, int8),
+        "value": case.shape_of_keys(case.dv or case.d, int8),
+    }
+    query = case.shape(0, case.d)
+    inputs = {"query": random.normal(*query)}
+    if case.quant == "query":
+        inputs["query"] = random.numbers(*query, dtype=torch.int8)
     inputs |= {
         name: random.numbers(*shape, dtype=torch.int8) if case.quant else random.normal(*shape)
         for name, shape in shapes.items()
@@ -283,12 +299,19 @@ def build(case: InferCase, dtype: torch.dtype) -> Sample:
         sink = 2 * random.normal(case.heads[0])
         options["sink"] = sink.float() if case.sink == "float32" else sink
     if case.quant:
-        mode = ("channel", "token").index(case.quant)
-        options["inner_precise"] = 1
+        mode = int(case.quant == "token")
+        options["inner_precise"] = int(case.quant != "query")
         for name, size in (("key", case.d), ("value", case.dv or case.d)):
             scale = random.normal(*case.shape_of_scale(size)).abs() / 64
-            options[f"{name}_antiquant_scale"] = scale.to(wide(dtype)) if mode else scale
+            of_channels = case.quant == "channel"
+            options[f"{name}_antiquant_scale"] = scale if of_channels else scale.to(wide(dtype))
             options[f"{name}_antiquant_mode"] = mode
+    if case.quant == "query":
+        inputs["value"] = inputs["key"]
+        options["query_rope"] *= 2**12  # callers divide it by the scales
+        scale = random.normal(*case.shape(0, 1)).abs().float() / 64
+        options["dequant_scale_query"] = scale if case.inputs == "BSH" else scale[..., 0]
+        options["query_quant_mode"] = 3
     return Sample("fused_infer_attention_score", f"{case.id}-{dtype}", inputs, options)
 
 

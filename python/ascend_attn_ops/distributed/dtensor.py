@@ -59,7 +59,7 @@ _STATISTICS = "softmax_max B1SN, softmax_sum B1SN, d_softmax_sum B1SN"
 _DENSE = (
     "query {q}, key {k}, value {k}, atten_mask {mask}, pse_shift {pse}, query_rope {q}, "
     "key_rope {k}, quant_scale2 {scale}, quant_offset2 {scale}, key_antiquant_scale {scales}, "
-    "value_antiquant_scale {scales}"
+    "value_antiquant_scale {scales}, dequant_scale_query {scales_of_query}"
 )
 _DENSE_SAVED = (
     "dy {out}, softmax_max {stats}, softmax_sum {stats}, attention_in {out}, d_softmax_sum {stats}"
@@ -427,6 +427,8 @@ def _scale(call: Mapping[str, Any]) -> str:
 
 def _scales(call: Mapping[str, Any]) -> str:
     """The scales of int8 keys, for each token or each channel."""
+    if call["dequant_scale_query"] is not None:
+        return "1"
     if call["key_antiquant_mode"] == 1:
         return "Bz"
     return {"BSH": "K", "BNSD": "K1d"}.get(_layouts(call)[0], "Kd")
@@ -455,6 +457,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "dense": _dense,
     "scale": _scale,
     "scales": _scales,
+    "scales_of_query": lambda call: _letters(_layouts(call)[0]).replace("d", ""),
     "scatter": _scatter,
     "rows": lambda call: "ABCDEFGHIJKLM"[: call["lse"][0].dim()],
     # The blocks of a cache belong to no sequence, and a part of the queries sees other keys than

@@ -37,6 +37,8 @@ def fused_infer_attention_score(
     value_antiquant_scale: Tensor | None = None,
     key_antiquant_mode: int = 0,
     value_antiquant_mode: int = 0,
+    dequant_scale_query: Tensor | None = None,
+    query_quant_mode: int = 0,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Attention for serving, without gradients: prefill, chunked prefill and decoding.
@@ -99,6 +101,11 @@ def fused_infer_attention_score(
         value_antiquant_scale: the same of value, with Dv; both or none.
         key_antiquant_mode: 0, a scale for each channel, or 1, for each token.
         value_antiquant_mode: as key_antiquant_mode.
+        dequant_scale_query: float32, query's shape without D, (B, Sq, N) in layout BSH: what an
+            int8 query and query_rope, which is not quantised, are multiplied with. Then both ropes
+            are given, in bfloat16, as out is, and the scales of key and value are float32 of (1,),
+            in mode 0; that of key multiplies key_rope as well.
+        query_quant_mode: 3 beside dequant_scale_query.
 
     Returns:
         out, in query's dtype and the layout of the output with Dv for D: NBSD is (N, B, Sq, Dv),
@@ -135,6 +142,6 @@ def fused_infer_attention_score(
         actual_seq_lengths_query, actual_seq_lengths_key, block_table, block_size, query_rope,
         key_rope, sink, scale_value, pre_tokens, next_tokens, sparse_mode, inner_precise,
         return_softmax_lse, key_antiquant_scale, value_antiquant_scale, key_antiquant_mode,
-        value_antiquant_mode,
+        value_antiquant_mode, dequant_scale_query, query_quant_mode,
     )  # fmt: skip
     return outputs

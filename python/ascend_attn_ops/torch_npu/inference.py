@@ -38,9 +38,9 @@ def fused(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns out and lse, which is +inf in rows without keys as torch_npu's is."""
     tensors = {"query": query, "key": key, "value": value}
-    has_scales = options.get("key_antiquant_scale") is not None
     for argument, x in tensors.items():
-        if x.dtype not in _FLOATS and not (has_scales and argument != "query"):
+        scale = "dequant_scale_query" if argument == "query" else "key_antiquant_scale"
+        if x.dtype not in _FLOATS and options.get(scale) is None:
             raise unsupported(name, argument, "float16 or bfloat16", x)
     sink = options.get("sink")
     if sink is not None and sink.dtype not in _HALVES:

@@ -38,6 +38,7 @@ FRACTALS = replace(PAGED, pages="fractals")
 PAGED_PACK = replace(PACK, d=16, pages="rows")
 INT8 = replace(FRACTALS, d=32, quant="channel")
 TOKENS = replace(INT8, quant="token")
+INT8_QUERY = replace(INT8, layout="BSND", heads=(4, 1), rope=16, quant="query")
 ROPES = replace(PLAIN, rope=4)
 SINK = replace(PLAIN, sink="float32")
 
@@ -118,6 +119,18 @@ RULES = [
       for layout, shape in (("BSH", "64"), ("BNSD", "2, 1, 32"), ("BSND", "2, 32"))),
     *(wrong(TOKENS, r"\(2, S\) with S of at least 48", key_antiquant_scale=torch.ones(*sizes))
       for sizes in ((2, 47), (1, 48), (96,))),
+    wrong(INT8_QUERY, "expected 3, .*, got 0", query_quant_mode=0),
+    wrong(INT8_QUERY, "key_antiquant_mode: 0 beside", key_antiquant_mode=1, value_antiquant_mode=1),
+    wrong(INT8_QUERY, "query_rope, key_rope: beside dequant_scale_query, got None.*161001",
+          query_rope=None, key_rope=None),
+    wrong(INT8_QUERY, r"of query without D = \[2, 2, 4\]",
+          dequant_scale_query=torch.ones(2, 4, 2)),
+    wrong(INT8_QUERY, "of one scale beside", value_antiquant_scale=torch.ones(2)),
+    wrong_type(INT8_QUERY, "int8, got bfloat16", query=normal(2, 2, 4, 32)),
+    wrong_type(INT8_QUERY, "query: beside dequant_scale_query, got int8", dequant_scale_query=None),
+    *(wrong_type(INT8_QUERY, "float32", **{name: lambda x: x.half()})
+      for name in ("dequant_scale_query", "key_antiquant_scale")),
+    wrong_type(INT8_QUERY, "bfloat16", query_rope=lambda x: x.half()),
     # Ropes and sinks.
     wrong(ROPES, "because key_rope is given.*161001", query_rope=None),
     wrong(ROPES, "because query_rope is given.*161001", key_rope=None),
@@ -152,8 +165,12 @@ def limits() -> Iterator[WrongCall]:
     paged = replace(PAGED, d=64)
     absorbed = replace(PAGED, layout="BNSD", heads=(8, 1), d=512, rope=64)
     int8 = replace(INT8, d=128, block_size=128, s=(2, 0), mode=3)
+    of_query = replace(int8, layout="BSND", heads=(8, 1), d=512, rope=64, quant="query")
     bf16 = partial(wrong, "A2", dtype=torch.bfloat16)
     yield from (
+        bf16(replace(of_query, d=128), "query: D of 512 in int8"),
+        bf16(replace(of_query, block_size=256), "key: block_size of 128 for int8 queries"),
+        bf16(replace(of_query, layout="BNSD"), "layout: another one than BNSD for int8"),
         wrong("950", int8, "key_antiquant_scale: None"),
         wrong("A2", int8, "query: bfloat16 beside int8 keys", TypeError),
         bf16(replace(int8, d=64), "query: D of 128 beside int8"),
@@ -208,10 +225,10 @@ DIFFERENTIABLE = (
     (PLAIN, "query"), (PLAIN, "key"), (PLAIN, "value"), (SINK, "sink"), (ROPES, "key_rope"),
     (INT8, "key_antiquant_scale"),
 )  # fmt: skip
-SCALES = ("key_antiquant_scale", "value_antiquant_scale")
+SCALES = ("key_antiquant_scale", "value_antiquant_scale", "dequant_scale_query")
 TENSORS = ("key", "value", "atten_mask", "query_rope", "key_rope", "sink", "block_table")
 WRONG_CALLS = [
     *RULES, *device_rules(wrong, replace(PAGED, mask="BS", rope=16, sink="float32"), TENSORS),
-    *device_rules(wrong, INT8, SCALES), *gradient_rules(wrong, DIFFERENTIABLE), *block_rules(),
-    *limits(),
+    *device_rules(wrong, INT8_QUERY, SCALES), *gradient_rules(wrong, DIFFERENTIABLE),
+    *block_rules(), *limits(),
 ]  # fmt: skip

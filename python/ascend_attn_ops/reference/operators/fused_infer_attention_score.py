@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,42 +37,62 @@ def fused_infer_attention_score(a: Arguments) -> tuple[Tensor, Tensor]:
     """
     inputs, output = layouts(a.layout)
     with_defaults(a)
-    dtype = compute_dtype(a.query)
-    key_heads = a.num_key_value_heads or a.num_heads
-    group = a.num_heads // key_heads
+    q = scaled_queries(a, inputs)
+    size = size_of_value(a, a.num_key_value_heads or a.num_heads)
+    out = torch.zeros(*q.shape[:3], size, dtype=q.dtype)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
+    for at, weights, v, total in by_sequence(a, inputs, q):
+        out[at], lse[at] = weights @ v, total
+
+    lse = lse if a.return_softmax_lse else lse.new_empty(0)
+    if a.return_softmax_lse:
+        lse = lse[0].T if is_packed(inputs) else lse
+        lse = lse[..., None].contiguous()
+    return from_heads(out, output).to(dtype_of(a)), lse
+
+
+def dtype_of(a: Arguments) -> torch.dtype:
+    """That of the output: an int8 query has the dtype of its rope."""
+    x: Tensor = a.query if a.dequant_scale_query is None else a.query_rope
+    return x.dtype
+
+
+def scaled_queries(a: Arguments, inputs: str) -> Tensor:
+    """(B,N,Sq,D), with its rope; an int8 one times its scales and that of the keys."""
     q = to_heads(a.query, a.num_heads, inputs)
     if a.query_rope is not None:
         q = torch.cat((q, to_heads(a.query_rope, a.num_heads, inputs)), -1)
-    sink = q.new_full((a.num_heads,), -torch.inf) if a.sink is None else a.sink
-    sink = sink.to(dtype)[:, None, None]
+    q = q.to(compute_dtype(q))
+    if a.dequant_scale_query is None:
+        return q
+    scale = a.dequant_scale_query if inputs == "BSH" else a.dequant_scale_query[..., None]
+    return q * to_heads(scale, a.num_heads, inputs) * a.key_antiquant_scale
 
-    value_size = size_of_value(a, key_heads)
-    out = torch.zeros(*q.shape[:3], value_size, dtype=dtype)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype)
+
+def by_sequence(
+    a: Arguments, inputs: str, q: Tensor
+) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor, Tensor]]:
+    """Yields where each sequence is in (B,N,Sq), its weights (N,Sq,Skv), values and lse."""
+    key_heads = a.num_key_value_heads or a.num_heads
+    sink = q.new_full((a.num_heads,), -torch.inf) if a.sink is None else a.sink
+    sink = sink.to(q.dtype)[:, None, None]
     for number, span in enumerate(spans(a, inputs, q)):
         sq, skv = span.lengths
         if sq == 0:
             continue
         at = (0 if is_packed(inputs) else span.batch, slice(None), span.queries)
         k, v = (
-            x.to(dtype).repeat_interleave(group, 0)
+            x.to(q.dtype).repeat_interleave(a.num_heads // key_heads, 0)
             for x in keys_and_values(
                 a, inputs, key_heads, number, span, band(sq, skv, a, a.sparse_mode).any(0)
             )
         )
         keep = kept(number, sq, skv, a, single_query=q.shape[2] == 1)
-        s = q[at].to(dtype) @ k.mT * a.scale_value
+        s = q[at] @ k.mT * a.scale_value
         s = s.masked_fill(~keep, -torch.inf)
         total = torch.cat((s, sink.expand(a.num_heads, sq, 1)), -1).logsumexp(-1)
-        lse[at] = total
         # A kept key may have a score of -inf, and so may all.
-        out[at] = torch.where(s != -torch.inf, (s - total[..., None]).exp(), 0) @ v
-
-    lse = lse if a.return_softmax_lse else lse.new_empty(0)
-    if a.return_softmax_lse:
-        lse = lse[0].T if is_packed(inputs) else lse
-        lse = lse[..., None].contiguous()
-    return from_heads(out, output).to(a.query.dtype), lse
+        yield at, torch.where(s != -torch.inf, (s - total[..., None]).exp(), 0), v, total
 
 
 def layouts(name: str) -> tuple[str, str]:
@@ -126,7 +147,9 @@ def keys_and_values(
         return from_pages(pages_by_head(x, heads), a.block_table[number], read)
 
     k, v = of(a.key), of(a.value)
-    if a.key_antiquant_scale is not None:
+    if a.dequant_scale_query is not None:
+        v = v * a.value_antiquant_scale
+    elif a.key_antiquant_scale is not None:
         k, v = (
             x * by_head(scale, heads, a.key_antiquant_mode, number, len(read))
             for x, scale in ((k, a.key_antiquant_scale), (v, a.value_antiquant_scale))

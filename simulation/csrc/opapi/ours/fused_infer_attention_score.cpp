@@ -42,6 +42,8 @@ OperatorArguments ours(const InferAttention& given) {
     add("value_antiquant_scale", given.value_scale);
     arguments["key_antiquant_mode"] = given.scale_mode;
     arguments["value_antiquant_mode"] = given.scale_mode;
+    add("dequant_scale_query", given.query_scale);
+    arguments["query_quant_mode"] = given.query_mode;
   }
   return arguments;
 }
@@ -174,8 +176,8 @@ void check_outputs(const Call& call, const InferAttention& given) {
   TORCH_CHECK(heads_first(out.tensor(), out_layout, given.heads).sizes() == expected,
               "attentionOut: shape ", out.sizes);
   const bool quantized = call.find<TensorView>("quantScale2Optional") != nullptr;
-  TORCH_CHECK(quantized ? out.dtype == ACL_INT8 : out.dtype == call.get<TensorView>("query").dtype,
-              "attentionOut: dtype ", out.dtype);
+  const auto of_query = given.query_scale ? ACL_BF16 : call.get<TensorView>("query").dtype;
+  TORCH_CHECK(out.dtype == (quantized ? ACL_INT8 : of_query), "attentionOut: dtype ", out.dtype);
   if (!call.get<bool>("softmaxLseFlag")) {
     return;
   }
@@ -223,6 +225,8 @@ void check_lists(const InferAttention& given) {
 void check_scales(const Call& call, const InferAttention& given) {
   const auto& key = given.key;
   const bool is_int8 = key.scalar_type() == at::kChar;
+  TORCH_CHECK((given.query.scalar_type() == at::kChar) == given.query_scale.has_value(),
+              "dequantScaleQuery: not that of query");
   TORCH_CHECK(given.value.scalar_type() == key.scalar_type(), "value: another dtype than key");
   TORCH_CHECK(is_int8 == given.key_scale.has_value() && is_int8 == given.value_scale.has_value(),
               "keyAntiquantScale, valueAntiquantScale: not those of key");
@@ -234,7 +238,8 @@ void check_scales(const Call& call, const InferAttention& given) {
   TORCH_CHECK(given.scale_mode == call.get<int64_t>("valueAntiquantMode"),
               "valueAntiquantMode: another one than keyAntiquantMode");
   constexpr int64_t kPerToken = 1;
-  const auto expected = given.scale_mode == kPerToken ? at::kFloat : given.query.scalar_type();
+  const bool is_float = given.scale_mode == kPerToken || given.query_scale;
+  const auto expected = is_float ? at::kFloat : given.query.scalar_type();
   TORCH_CHECK(given.key_scale->scalar_type() == expected, "keyAntiquantScale: dtype ",
               given.key_scale->scalar_type());
 }
@@ -264,7 +269,7 @@ constexpr Dtypes kFloatOrBfloat16{ACL_FLOAT, ACL_BF16};
 constexpr Dtypes kScales{ACL_FLOAT, ACL_FLOAT16, ACL_BF16};
 constexpr Dtypes kHalfOrInt8{ACL_FLOAT16, ACL_BF16, ACL_INT8};
 constexpr auto kInputs =
-    join(input("query", "", kHalf), input<TensorList>("key", "", kHalfOrInt8),
+    join(input("query", "", kHalfOrInt8), input<TensorList>("key", "", kHalfOrInt8),
          input<TensorList>("value", "", kHalfOrInt8), optional_input("pseShiftOptional", "", kHalf),
          optional_input("attenMaskOptional", "", kInferMask),
          attribute<IntArray>("actualSeqLengthsOptional"),
@@ -287,8 +292,8 @@ constexpr auto kMoreInputs = join(not_computed("antiquantScaleOptional", "antiqu
                                   optional_input("queryRopeOptional", "", kHalf),
                                   optional_input("keyRopeOptional", "", kHalf),
                                   not_computed("keyRopeAntiquantScaleOptional"));
-constexpr auto kSinks =
-    join(not_computed("dequantScaleQueryOptional"), optional_input("learnableSinkOptional"));
+constexpr auto kSinks = join(optional_input("dequantScaleQueryOptional", "", {ACL_FLOAT}),
+                             optional_input("learnableSinkOptional"));
 constexpr auto kAttributes =
     join(attribute<int64_t>("numHeads"), attribute<double>("scaleValue"),
          attribute<int64_t>("preTokens"), attribute<int64_t>("nextTokens"),

@@ -62,7 +62,9 @@ InferAttention arguments_of(const Call& call) {
           .key_rope = tensor("keyRope"),
           .key_scale = tensor("keyAntiquantScale"),
           .value_scale = tensor("valueAntiquantScale"),
-          .scale_mode = number("keyAntiquantMode")};
+          .scale_mode = number("keyAntiquantMode"),
+          .query_scale = tensor("dequantScaleQuery"),
+          .query_mode = number("queryQuantMode")};
 }
 
 bool is_packed(std::string_view layout) { return layout == "TND" || layout == "NTD"; }

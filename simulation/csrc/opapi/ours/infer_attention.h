@@ -36,6 +36,8 @@ struct InferAttention {
   // The scales of int8 keys and values, for each channel or for each token.
   Optional key_scale = {}, value_scale = {};
   int64_t scale_mode = 0;
+  Optional query_scale = {};
+  int64_t query_mode = 0;
   Optional sinks = {};
   // The log-sum-exp of rows without keys.
   float log_sum_exp_without_keys = std::numeric_limits<float>::infinity();
