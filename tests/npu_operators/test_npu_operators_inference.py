@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_attn_check.samples.torch_npu_calls import torch_npu as call_of_torch_npu
 from support.attention import attention, causal
 from support.npu_names import SQUARE, torch_npu
+from support.samples import OPERATORS, Recipe
+from support.tolerance import assert_same_bits
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -60,19 +63,22 @@ def by_sequence(
     return out, lse
 
 
-@pytest.mark.parametrize(
-    "layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BNSD_NBSD"]
-)
-def test_fused_layouts(layout: str) -> None:
-    tensors = inputs(value_size=6)
-    source, _, target = layout.partition("_")
-    out, lse = torch_npu.npu_fused_infer_attention_score(
-        *(IN[source](x) for x in tensors), input_layout=layout, scale=0.3, softmax_lse_flag=True,
-        **HEADS,
-    )  # fmt: skip
-    expected, expected_lse = attention(*tensors, scale=0.3)
-    assert_close(out, OUT[target or source](expected))
-    assert_close(lse, expected_lse[..., None])
+FIRST, SECOND = "npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"
+RECIPES = OPERATORS["fused_infer_attention_score"].recipes
+BY_NAME = [(SECOND, x) for x in RECIPES if x.case.sink != "float32"]
+BY_NAME += [(FIRST, x) for x in RECIPES if not x.case.sink and x.case.quant != "query"]
+
+
+@pytest.mark.parametrize(("name", "recipe"), BY_NAME, ids=lambda x: getattr(x, "id", x))
+def test_the_samples(name: str, recipe: Recipe) -> None:
+    """Layouts, full masks, packs, ropes, pages and int8, by both names."""
+    sample = recipe.make(torch.bfloat16)
+    mode = sample.options.get("key_antiquant_mode", 0)
+    modes = {"key_quant_mode": mode, "value_quant_mode": mode} if name == SECOND else {}
+    out, lse = call_of_torch_npu(name, sample.arguments, **modes)
+    expected, expected_lse = sample.call(torch.ops.ascend)
+    finite = expected_lse.masked_fill(expected_lse == -torch.inf, torch.inf)
+    assert_same_bits((out, lse), (expected, finite))
 
 
 def all_pairs(queries: int, keys: int) -> Tensor:
@@ -116,29 +122,6 @@ def test_fused_lengths_and_masks(mask: str, with_sink: bool) -> None:
         behind = ~valid(Q_LENGTHS, SQ)[:, None].expand(B, N, SQ)
         out[behind], lse[behind] = 0, torch.inf
     expected, expected_lse = by_sequence(tensors, Q_LENGTHS, K_LENGTHS, keep, scale=0.3, sink=sink)
-    assert_close(out, expected)
-    assert_close(lse, expected_lse[..., None])
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("shape", [(SQ, SKV), (B, SQ, SKV), (1, 1, SQ, SKV), (B, 1, SQ, SKV + 5)])
-@pytest.mark.parametrize("mode", [0, 1])
-def test_fused_full_masks(mode: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensors = inputs()
-    mask = torch.rand(shape) < 0.4
-    mask[..., 2, :] = True  # a row without keys
-    given = [x.clone() for x in tensors]
-    for b, length in enumerate(K_LENGTHS):  # what lies behind the keys has no part
-        given[1][b, :, length:] = given[2][b, :, length:] = torch.nan
-    out, lse = torch_npu.npu_fused_infer_attention_score(
-        *given, input_layout="BNSD", sparse_mode=mode, atten_mask=mask.to(dtype), next_tokens=4,
-        actual_seq_lengths_kv=K_LENGTHS, softmax_lse_flag=True, **HEADS,
-    )  # fmt: skip
-    full = mask[..., :SKV].expand(B, *([1] if len(shape) == 4 else []), SQ, SKV)
-    keep = ~full.reshape(B, 1, SQ, SKV) & valid(K_LENGTHS, SKV)[:, None, None]
-    if mode == 0:
-        keep = keep.tril(4)
-    expected, expected_lse = attention(*tensors, keep)
     assert_close(out, expected)
     assert_close(lse, expected_lse[..., None])
 
@@ -205,25 +188,6 @@ def paged(x: Tensor, form: str) -> Tensor:
 
 
 each_cache = pytest.mark.parametrize("form", ["heads together", "head by head", "fractal"])
-
-
-@each_cache
-def test_fused_pages(form: str) -> None:
-    tensors = inputs()
-    # A block holds NaN where no key is: what is not read has no part in the result.
-    cache = [paged(x, form).nan_to_num(1e3) for x in tensors[1:]]
-    paging = {"block_table": TABLE, "block_size": BLOCK, "actual_seq_lengths_kv": K_LENGTHS}
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        tensors[0], *cache, input_layout="BNSD", sparse_mode=3, atten_mask=SQUARE, **paging, **HEADS
-    )
-    expected, _ = by_sequence(tensors, [SQ] * B, K_LENGTHS, causal)
-    assert_close(out, expected)
-    packed = tensors[0].transpose(1, 2).flatten(0, 1)
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        packed, *cache, input_layout="TND", sparse_mode=3, atten_mask=SQUARE,
-        actual_seq_lengths=[SQ, 2 * SQ, 3 * SQ], **paging, **HEADS,
-    )  # fmt: skip
-    assert_close(out, expected.transpose(1, 2).flatten(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -33,21 +33,15 @@ def close(out: Tensor, expected: Tensor) -> None:
     assert_close(out.double(), expected, rtol=2**-8, atol=6e-3)
 
 
-def close_lse(lse: Tensor, expected: Tensor) -> None:
-    assert_close(lse.double(), expected, rtol=0, atol=1e-4)
-
-
 class Cache:
     """Keys or values of sequences in the blocks of a table, in any order; NaN elsewhere."""
 
-    def __init__(
-        self, lengths: list[int], heads: int = NK, size: int = D, table: Tensor | None = None
-    ) -> None:
+    def __init__(self, lengths: list[int], table: Tensor | None = None) -> None:
         blocks = max(1, -(-max(lengths) // BLOCK))
         count = len(lengths) * blocks
         self.table = torch.randperm(count).int().view(-1, blocks) if table is None else table
-        self.pages = torch.full((count, BLOCK, heads, size), torch.nan).bfloat16()
-        self.tokens = [normal(length, heads, size) for length in lengths]
+        self.pages = torch.full((count, BLOCK, NK, D), torch.nan).bfloat16()
+        self.tokens = [normal(length, NK, D) for length in lengths]
         for row, tokens in zip(self.table.tolist(), self.tokens, strict=True):
             for block, part in zip(row, tokens.split(BLOCK), strict=False):
                 self.pages[block, : len(part)] = part
@@ -146,79 +140,6 @@ def test_int8_pages(compiled: bool, device: Any) -> None:
         rows = pages[:, table[b]].transpose(3, 4).flatten(4).transpose(1, 2).flatten(2, 3)
         both = (rows * scales.double())[:, :, :count]
         close(out[b], attention(query[b : b + 1].double(), *both[:, None], scale=SCALE)[0][0])
-
-
-def test_prefill_of_latent_attention() -> None:
-    """mla_v1: keys of 128 with ropes of 64, and the log-sum-exp for later chunks."""
-    ends = [6, 40]
-    query, rope = normal(40, N, 128), normal(40, N, 64)
-    key, value, key_rope = normal(40, N, 128), normal(40, N, 128), normal(40, N, 64)
-    out, lse = torch_npu.npu_fused_infer_attention_score(
-        query, key, value, query_rope=rope, key_rope=key_rope, num_heads=N,
-        num_key_value_heads=N, input_layout="TND", atten_mask=MASK, sparse_mode=3, scale=0.07,
-        antiquant_mode=0, antiquant_scale=None, softmax_lse_flag=True, actual_seq_lengths=ends,
-        actual_seq_lengths_kv=ends,
-    )  # fmt: skip
-    assert lse.shape == (40, N, 1)
-    wide = [torch.cat(x, -1) for x in ((query, rope), (key, key_rope))]
-    for begin, end in pairwise([0, *ends]):
-        tensors = [heads_first(x[begin:end]) for x in (*wide, value)]
-        expected, expected_lse = attention(*tensors, causal(end - begin, end - begin), scale=0.07)
-        close(out[begin:end], expected[0].transpose(0, 1))
-        close_lse(lse[begin:end, :, 0], expected_lse[0].T)
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND"])
-def test_absorbed_decode(layout: str) -> None:
-    """mla_v1 and the context parallelism of it, which asks for the log-sum-exp."""
-    keys = [130, 7]
-    latent = Cache(keys, 1, 512)
-    rope = Cache(keys, 1, 64, latent.table)
-    query, query_rope = normal(2, N, 1, 512), normal(2, N, 1, 64)
-    turn = (lambda x: x) if layout == "BNSD" else (lambda x: x.transpose(1, 2).contiguous())
-    out, lse = torch_npu.npu_fused_infer_attention_score(
-        turn(query), latent.rows, latent.rows, query_rope=turn(query_rope),
-        key_rope=rope.rows, num_heads=N, num_key_value_heads=1, input_layout=layout,
-        atten_mask=None, sparse_mode=0, scale=0.07, antiquant_mode=0, antiquant_scale=None,
-        block_table=latent.table, block_size=BLOCK, actual_seq_lengths_kv=keys,
-        softmax_lse_flag=True,
-    )  # fmt: skip
-    assert lse.shape == (2, N, 1, 1)
-    for b in range(2):
-        both = torch.cat((latent.tokens[b], rope.tokens[b]), -1)
-        wide = torch.cat((query[b], query_rope[b]), -1).double()[None]
-        expected, expected_lse = attention(
-            wide, heads_first(both), heads_first(latent.tokens[b]), scale=0.07
-        )
-        close(turn(out)[b], expected[0])
-        close_lse(lse[b, :, :, 0], expected_lse[0])
-
-
-def test_absorbed_decode_in_int8() -> None:
-    """mla_v1 with an int8 cache: views of fractals, and a rope that is divided by the scales."""
-    keys, table = [130, 7], torch.tensor([[1, 3], [0, -1]], dtype=torch.int32)
-    pages = torch.randint(-128, 128, (4, 1, 16, BLOCK, 32), dtype=torch.int8)
-    ropes, query_rope = normal(4, 1, 4, BLOCK, 16), 4096 * normal(2, 1, N, 64)
-    query = torch.randint(-128, 128, (2, 1, N, 512), dtype=torch.int8)
-    of_query, scale = torch.rand(2, 1, N) / 64, torch.tensor([0.02])
-    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
-        query, pages, pages, query_rope=query_rope, key_rope=ropes, num_query_heads=N,
-        num_key_value_heads=1, input_layout="BSND_NBSD", atten_mask=None, sparse_mode=0,
-        softmax_scale=0.07, query_quant_mode=3, key_quant_mode=0, value_quant_mode=0,
-        dequant_scale_query=of_query, dequant_scale_key=scale, dequant_scale_value=scale,
-        block_table=table, block_size=BLOCK, actual_seq_kvlen=keys,
-    )  # fmt: skip
-    for b, count in enumerate(keys):
-        rows, rope = (
-            x[table[b]].transpose(2, 3).flatten(3).flatten(0, 2)[:count].double()
-            for x in (pages, ropes)
-        )
-        wide = torch.cat((query[b], query_rope[b]), -1) * of_query[b, ..., None].double() * scale
-        expected, _ = attention(
-            wide.transpose(0, 1)[None], torch.cat((rows, rope), -1)[None, None],
-            scale * rows[None, None], scale=0.07,
-        )  # fmt: skip
-        close(out[:, b], expected[0])
 
 
 def test_context_parallelism() -> None:

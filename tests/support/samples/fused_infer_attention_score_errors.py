@@ -164,25 +164,7 @@ def limits() -> Iterator[WrongCall]:
     pack = replace(PACK, d=64)
     paged = replace(PAGED, d=64)
     absorbed = replace(PAGED, layout="BNSD", heads=(8, 1), d=512, rope=64)
-    int8 = replace(INT8, d=128, block_size=128, s=(2, 0), mode=3)
-    of_query = replace(int8, layout="BSND", heads=(8, 1), d=512, rope=64, quant="query")
-    bf16 = partial(wrong, "A2", dtype=torch.bfloat16)
     yield from (
-        bf16(replace(of_query, d=128), "query: D of 512 in int8"),
-        bf16(replace(of_query, block_size=256), "key: block_size of 128 for int8 queries"),
-        bf16(replace(of_query, layout="BNSD"), "layout: another one than BNSD for int8"),
-        wrong("950", int8, "key_antiquant_scale: None"),
-        wrong("A2", int8, "query: bfloat16 beside int8 keys", TypeError),
-        bf16(replace(int8, d=64), "query: D of 128 beside int8"),
-        bf16(replace(int8, s=(17, 0)), "query: at most 16 tokens"),
-        bf16(replace(int8, block_size=256), "key: 128 or 512 for int8 keys"),
-        bf16(replace(int8, layout="BNSD_BSND"), "layout: TND beside int8 keys"),
-        bf16(replace(int8, layout="TND", lengths=((1, 2), (20, 7)), quant="token"),
-                     "key_antiquant_mode: 0 in layout TND"),
-        bf16(int8, "inner_precise: 1 beside int8 keys", inner_precise=0),
-        bf16(replace(int8, mode=0), "sparse_mode: where Sq is 1, beside int8"),
-        bf16(replace(int8, lse=True), "return_softmax_lse: False beside int8"),
-        bf16(int8, "inner_precise: 0 beside a sink", sink=torch.ones(4)),
         wrong("310P", plain, "product: a product that has aclnnFusedInfer", NotImplementedError),
         wrong("A2", plain, "query: float16 or bfloat16", TypeError, dtype=torch.float32),
         wrong("A2", replace(plain, heads=(257, 1)), r"query: expected N .* 1\.\.256"),
