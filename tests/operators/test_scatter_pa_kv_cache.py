@@ -288,6 +288,7 @@ def test_slots_of_positions() -> None:
     # The largest block of int32, and one beyond that only padding reads.
     most = torch.tensor([[2**27 - 1], [2**27]], dtype=torch.int32)
     assert ops.slot_mapping(most, torch.tensor([15, -1]), 16).tolist() == [2**31 - 1, -1]
+    assert ops.slot_mapping(most[:, :0], torch.tensor([-1, -1]), 16).tolist() == [-1, -1]
 
 
 # Rules about memory; samples/scatter_pa_kv_cache_errors.py has the other rules.

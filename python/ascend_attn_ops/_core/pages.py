@@ -69,7 +69,8 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
     if readable(at) and at.numel() and int(at.amax()) >= room:
         expected = f"positions below {room}, in the {blocks_of_row} blocks of {block_size}"
         raise wrong(ValueError, _SLOT_MAPPING, "positions", expected, str(int(at.amax())))
-    blocks = block_table.gather(-1, block)
+    # A table without blocks has rows of padding alone.
+    blocks = block_table.gather(-1, block) if blocks_of_row else torch.full_like(block, -1)
     # The first block of which the last slot is beyond the dtype. Padding reads none.
     beyond = (torch.iinfo(dtype).max + 1) // block_size
     if readable(blocks) and blocks.numel() and int(blocks.amax()) >= beyond:
