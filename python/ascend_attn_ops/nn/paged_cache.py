@@ -57,8 +57,9 @@ class LayerPages(NamedTuple):
     def write(self, **rows: Tensor) -> None:
         """Writes the rows of the new tokens, (T, heads, size) for each part, to their slots.
 
-        Parts in int8 get the rows that :func:`quantize_latent` makes of "latent" and "rope", and
-        :func:`quantize_index_keys` of "index", whose scales go to "index_scale".
+        Parts in int8 get the rows that :func:`ascend_attn_ops.quantize_latent` makes of "latent"
+        and "rope", and :func:`ascend_attn_ops.quantize_index_keys` of "index", whose scales go to
+        "index_scale".
         """
         if self._quantizes(rows, "latent"):
             rows["latent"] = quantize_latent(rows["latent"], rows.pop("rope"))
@@ -99,7 +100,7 @@ class PagedCache:
             {"key": (8, 128), "value": (8, 128)} for fused_infer_attention_score; {"latent":
             (1, 512), "rope": (1, 64), "index": (1, 128)} for :class:`LatentAttention`, or in int8
             {"latent": (1, 656, torch.int8), "index": (1, 128, torch.int8), "index_scale": (1, 1,
-            torch.float16)}, whose rows :meth:`LayerPages.write` quantises.
+            torch.float16)}, whose rows the layer quantises as it writes them.
         layers: number of layers.
         layout: "ND", pages (num_blocks, block_size, heads, size), for all operators; or "NZ", in
             fractals (num_blocks, heads, size / L, block_size, L) with L = 32 bytes, for
