@@ -32,7 +32,7 @@ struct DenseTensors {
   std::optional<c10::SymInt> key_heads = {};  // 0 as for the queries; none: those that key has
   bool paged = false;                         // key and value have other axes
   bool or_int8 = false;
-  bool int8_keys = false;  // beside a query of floating-point numbers
+  bool int8_keys = false;  // and values, whatever the dtype of query
 };
 
 // The base of the checks of a call, each of which raises on the first violated rule.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "core/error.h"
 #include "core/symbolic.h"
@@ -125,10 +126,12 @@ FusedInferRules::FusedInferRules(const FusedInferAttentionScore& op)
 
 void FusedInferRules::check_quantization() const {
   const auto& given = op_.quantization;
-  check_present(given.key_antiquant_scale.has_value(), name_, "key_antiquant_scale",
-                "expected a tensor because value_antiquant_scale is given, got None");
-  check_present(given.value_antiquant_scale.has_value(), name_, "value_antiquant_scale",
-                "expected a tensor because key_antiquant_scale is given, got None");
+  for (const auto& [argument, scale] :
+       {std::pair("key_antiquant_scale", &given.key_antiquant_scale),
+        std::pair("value_antiquant_scale", &given.value_antiquant_scale)}) {
+    check_present(scale->has_value(), name_, argument,
+                  "expected a tensor because another scale is given, got None");
+  }
   check_value(given.by_channel() || given.by_token(), name_, "key_antiquant_mode",
               "expected 0, a scale per channel, or 1, per token, got ", given.key_antiquant_mode);
   check_value(given.value_antiquant_mode == given.key_antiquant_mode, name_, "value_antiquant_mode",

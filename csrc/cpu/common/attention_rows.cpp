@@ -210,7 +210,7 @@ class AttentionRows {
     const int64_t first_head = key_head * attention_.group();
     scores_of_.finish(tile, first_head, scores);
     exponentiate(tile, row, scores);
-    scores_of_.drop(tile, first_head, scores);
+    scores_of_.multiply_weights(tile, first_head, scores);
     for (int64_t r = row; started && r < row + tile.rows; ++r) {
       if (factor_.data()[r] != T(1)) {
         scale(out(r).data(), factor_.data()[r], out(r).data(), attention_.value_size);

@@ -20,7 +20,7 @@ class AttentionScores {
 
   // Scores are still to be multiplied by this.
   T factor() const { return has_terms() ? T(1) : scale_; }
-  bool has_dropout() const { return drop_ || value_scale_; }
+  bool has_factors() const { return drop_ || value_scale_; }
 
   // Turns the products q * k of a tile into scores, up to factor(); -inf where the mask excludes
   // the key.
@@ -30,11 +30,11 @@ class AttentionScores {
     }
   }
 
-  // Applies dropout to a tile: values *= keep / keep_prob. Or weights *= the scales of their
-  // values.
-  void drop(const ScoreTile& tile, int64_t first_head, const Matrix<T>& values) const {
-    if (has_dropout()) {
-      for_each_row(tile, first_head, values, &AttentionScores::drop_row);
+  // Multiplies weights, or their gradients, with what comes between the softmax and the values:
+  // keep / keep_prob of dropout, or the scales of int8 values.
+  void multiply_weights(const ScoreTile& tile, int64_t first_head, const Matrix<T>& values) const {
+    if (has_factors()) {
+      for_each_row(tile, first_head, values, &AttentionScores::multiply_row);
     }
   }
 
@@ -73,8 +73,8 @@ class AttentionScores {
     }
   }
 
-  void drop_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
-                int64_t end, T* values) const {
+  void multiply_row(const DenseSequence& sequence, int64_t head, int64_t query, int64_t begin,
+                    int64_t end, T* values) const {
     if (value_scale_) {
       multiply(value_scale_ + sequence.index * attention_.value_scale.stride(0) + begin,
                end - begin, values);

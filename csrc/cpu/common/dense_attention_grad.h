@@ -125,9 +125,9 @@ class ScoreGradient {
     multiply_keys(tile);
     multiply(d_out_, values_, tile, d_scores_);
     scores_of_.finish(tile, first_head(), scores_);
-    scores_of_.drop(tile, first_head(), d_scores_);
+    scores_of_.multiply_weights(tile, first_head(), d_scores_);
     differentiate_softmax(tile);
-    scores_of_.drop(tile, first_head(), scores_);
+    scores_of_.multiply_weights(tile, first_head(), scores_);
   }
 
   // As the forward operator, which must have the same bits.

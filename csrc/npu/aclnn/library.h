@@ -17,7 +17,7 @@ struct FunctionAddress {
 
 // Finds an aclnn function. A customer's libcust_opapi.so comes before libopapi.so.
 FunctionAddress find_function(const std::string& name);
-// The same in CANN's own libopapi.so alone.
+// The same in CANN's own libraries alone.
 FunctionAddress find_function_of_cann(const std::string& name);
 // Finds a function of the libraries that torch_npu is linked to.
 FunctionAddress find_runtime_function(const char* name);

@@ -247,9 +247,10 @@ class LatentAttention(nn.Module):
             return indices
         query, scales = quantize_index_keys(query)
         # Devices take weights of float16 alone.
-        return ops.quant_lightning_indexer(
+        selected: Tensor = operators.quant_lightning_indexer(
             query, key, weights.half(), scales, pages.pages["index_scale"].squeeze(-1), **options
         )
+        return selected
 
     def _attend_to_all(
         self, inputs: LatentInputs, pages: LayerPages | None, options: dict[str, Any]

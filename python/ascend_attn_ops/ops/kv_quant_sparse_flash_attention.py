@@ -41,8 +41,7 @@ def kv_quant_sparse_flash_attention(
         s      = scale_value * query @ [latent, rope][pos]^T
         out    = softmax(s) @ latent[pos]
 
-    Half of a bfloat16 cache's 1152 bytes are saved, and nothing dequantises more than the selected
-    rows.
+    In bfloat16 a row has 1152 bytes. Only the selected rows are dequantised.
 
     Args:
         query: (B, S1, N1, 576), or (T1, N1, 576) in layout TND: the latent part, then the rope;

@@ -100,8 +100,9 @@ RULES = [
     wrong(FRACTALS, "multiple of 16 for keys in fractals, got 24", query=normal(2, 2, 4, 24),
           key=normal(7, 2, 1, 16, 24)),
     # Int8 keys.
-    wrong(INT8, "because value_antiquant_scale is given.*161001", key_antiquant_scale=None),
-    wrong(INT8, "because key_antiquant_scale is given.*161001", value_antiquant_scale=None),
+    *(wrong(case, f"{names[0]}: because another scale is given.*161001", **dict.fromkeys(names))
+      for case, names in ((INT8, ["key_antiquant_scale"]), (INT8, ["value_antiquant_scale"]),
+                          (INT8_QUERY, ["key_antiquant_scale", "value_antiquant_scale"]))),
     wrong(INT8, "per token, got 2", key_antiquant_mode=2, value_antiquant_mode=2),
     wrong(INT8, "key_antiquant_mode, 0, got 1", value_antiquant_mode=1),
     wrong(INT8, "beside key_antiquant_scale, got None.*161001", block_table=None),
