@@ -166,7 +166,7 @@ test-aarch64:
 	$(PYTHON) tools/aarch64.py $(VERSIONS) --share $(or $(SHARE),60)
 
 clean:
-	rm -rf build build-npu simulation/build .venv .venv-npu out docs/operators .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build build-npu simulation/build .venv .venv-npu out .pytest_cache .ruff_cache .mypy_cache
 	find python simulation -name '*.so' -delete
 	rm -f python/ascend_attn_ops/built_with.json simulation/cann_simulator/built_with.json
 

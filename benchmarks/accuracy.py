@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py
 
 Exact are the formulas in float64, on the same rounded inputs. Errors are relative to A, the same
-formulas with absolute values: docs/specification/tolerances.md. The largest one is what is beyond
+formulas with absolute values: docs/numerics.md. The largest one is what is beyond
 half a unit in the last place of the output, which the tolerance has as well; the mean is of all.
 "eager" is what a model computes without a fused operator: products in the dtype of the inputs, the
 softmax in float32.

@@ -65,7 +65,7 @@ def slopes_of(rows: tuple[int, ...]) -> Tensor:
 def assert_within_the_specification(
     out: Tensor, exact: Tensor, q: Tensor, k: Tensor, v: Tensor, **mask: Any
 ) -> None:
-    """docs/specification/tolerances.md: by the size of what was summed."""
+    """docs/numerics.md: by the size of what was summed."""
     c = {torch.float16: 2**-9, torch.bfloat16: 2**-7, torch.float32: 1e-5}[out.dtype]
     summed, _ = attend(q, k, v.abs(), **mask)
     ulp = torch.finfo(out.dtype).eps * 2.0 ** (torch.frexp(exact).exponent - 1)

@@ -1,4 +1,4 @@
-"""Statements of docs/specification/device.md, which were read in CANN's code and never seen.
+"""Statements of docs/device.md, which were read in CANN's code and never seen.
 
 A probe calls torch_npu's own operator, which has none of the workarounds of this library. Where
 torch_npu has none, it makes the call that this library launches without a workaround. It passes if

@@ -9,7 +9,7 @@ from ascend_attn_check.known_facts import FACTS, Fact
 from ascend_attn_check.samples import OPERATORS
 from support.checkout import ROOT
 
-PAGE = (ROOT / "docs/specification/device.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/device.md").read_text(encoding="utf-8")
 SECTIONS = {
     section.splitlines()[0]: section for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
 }

@@ -11,7 +11,7 @@ import pytest
 from device_rules.accepted_here import ACCEPTED_HERE
 from device_rules.verdicts import OPERATORS, Answer, answers
 
-PAGE = Path(__file__).parents[2] / "docs" / "specification" / "refused.md"
+PAGE = Path(__file__).parents[2] / "docs" / "refused.md"
 
 # The answers of an operator are computed once: all of this runs in one worker.
 

@@ -1,7 +1,7 @@
 """Calls that a device would refuse or compute wrong if they were launched as they come.
 
 Run on every device of run.py. The simulation refuses and miscomputes what the device does
-(docs/specification/device.md), so that each of these fails without what its kernel does about it.
+(docs/device.md), so that each of these fails without what its kernel does about it.
 """
 
 from __future__ import annotations

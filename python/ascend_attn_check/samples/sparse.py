@@ -223,7 +223,7 @@ def on_device(case: SparseCase) -> bool:
 def sized(**sizes: Any) -> Callable[[SparseCase], SparseCase | None]:
     """Other sizes for cases whose rows select as many keys as they see, or K.
 
-    Devices read out of bounds in rows with fewer: docs/specification/device.md.
+    Devices read out of bounds in rows with fewer: docs/device.md.
     """
 
     def with_sizes(case: SparseCase) -> SparseCase | None:

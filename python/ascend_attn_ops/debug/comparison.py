@@ -81,7 +81,7 @@ def compare(every: int = 1, rtol: float | None = None) -> Iterator[Comparison]:
 
     Args:
         every: compare every n-th call of each operator.
-        rtol: None holds each element to the bounds of docs/specification/tolerances.md. A number
+        rtol: None holds each element to the bounds of docs/numerics.md. A number
             allows that much of the largest element of an output.
 
     Returns:

@@ -103,7 +103,7 @@ def attention(
         tensor([0.0000, 0.5000, 1.5000, 2.5000])
 
     Source: torch's documentation of scaled_dot_product_attention; the operator's is
-    docs/specification/flash_attention_score.md.
+    docs/operators/flash_attention_score.md.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(_NAME, name, x)

@@ -159,8 +159,8 @@ def sparse_flash_mla_with_indexer_loss(
         >>> indexer[0].grad.abs().amax((0, 2, 3)).count_nonzero().item()  # token 7 has a choice
         1
 
-    Source: docs/specification/sparse_flash_mla.md and
-    docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
+    Source: docs/operators/sparse_flash_mla.md and
+    docs/operators/sparse_lightning_indexer_kl_loss_grad.md.
     """
 
     def report(target: Tensor, softmax: Tensor) -> None:

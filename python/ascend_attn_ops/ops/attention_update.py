@@ -46,6 +46,6 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tupl
         >>> out[:, 0].tolist()  # the second row has keys in the first part only
         [2.0, 1.0]
 
-    Source: docs/specification/attention_update.md; CANN's document of aclnnAttentionUpdate.
+    Source: docs/operators/attention_update.md; CANN's document of aclnnAttentionUpdate.
     """
     return _OPERATOR.call(lse, local_out)

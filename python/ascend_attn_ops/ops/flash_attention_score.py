@@ -141,7 +141,7 @@ def flash_attention_score(
         >>> out[0, :, 0, 0].tolist()  # the mean of the values so far
         [0.0, 0.5, 1.0]
 
-    Source: docs/specification/flash_attention_score.md; CANN's documents of
+    Source: docs/operators/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreV2 and aclnnFlashAttentionVarLenScoreV2.
     """
     if unknown:

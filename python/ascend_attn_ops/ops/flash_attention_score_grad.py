@@ -69,7 +69,7 @@ def flash_attention_score_grad(
         >>> round(d_value[0, :, 0, 0].sum().item())  # the weights of six queries
         6
 
-    Source: docs/specification/flash_attention_score.md; CANN's documents of
+    Source: docs/operators/flash_attention_score.md; CANN's documents of
     aclnnFlashAttentionScoreGradV2 and aclnnFlashAttentionUnpaddingScoreGradV2.
     """
     gradients: tuple[Tensor, Tensor, Tensor] = _OPERATOR.call(

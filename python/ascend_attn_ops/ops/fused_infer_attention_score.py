@@ -132,7 +132,7 @@ def fused_infer_attention_score(
         >>> lse[:, 0, 0].exp().round().tolist()  # of scores of 0: how many keys each token sees
         [20.0, 8.0, 9.0]
 
-    Source: docs/specification/fused_infer_attention_score.md; CANN's documents of
+    Source: docs/operators/fused_infer_attention_score.md; CANN's documents of
     aclnnFusedInferAttentionScoreV4 and V5.
     """
     if unknown:

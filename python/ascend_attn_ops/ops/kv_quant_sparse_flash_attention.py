@@ -80,7 +80,7 @@ def kv_quant_sparse_flash_attention(
         >>> out[0, 0, :2].tolist()  # the mean of 1 * 0.5 and 3 * 0.5
         [1.0, 1.0]
 
-    Source: docs/specification/kv_quant_sparse_flash_attention.md; CANN has no document of
+    Source: docs/operators/kv_quant_sparse_flash_attention.md; CANN has no document of
     aclnnKvQuantSparseFlashAttention.
     """
     out: Tensor = _OPERATOR.call(

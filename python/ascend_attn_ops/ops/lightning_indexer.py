@@ -90,7 +90,7 @@ def lightning_indexer(
         >>> indices[0, 0, 0].tolist()  # the first token sees itself only
         [0, -1, -1, -1]
 
-    Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexer.
+    Source: docs/operators/lightning_indexer.md; CANN's document of aclnnLightningIndexer.
     """
     return _OPERATOR.call(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, layout, sparse_count,
@@ -143,7 +143,7 @@ def lightning_indexer_grad(
         >>> d_weights[0, :3, 0].tolist()  # 128 for each key that a token sees
         [128.0, 256.0, 384.0]
 
-    Source: docs/specification/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
+    Source: docs/operators/lightning_indexer.md; CANN's document of aclnnLightningIndexerGrad.
     """
     return _GRADIENT.call(
         query, key, d_values, sparse_indices, weights, actual_seq_lengths_query,

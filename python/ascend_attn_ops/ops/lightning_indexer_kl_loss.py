@@ -111,8 +111,8 @@ def lightning_indexer_kl_loss(
         >>> round(loss.item(), 2)  # log(1 * 2 * 3 * 4) / 4: the indexer tells no keys apart
         0.79
 
-    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md and
-    docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
+    Source: docs/operators/sparse_lightning_indexer_grad_kl_loss.md and
+    docs/operators/sparse_lightning_indexer_kl_loss_grad.md.
     """
     loss_of.check_divisor(reduction, normalizer)
     attention = query, key, softmax_max, softmax_sum, scale_value, query_rope, key_rope

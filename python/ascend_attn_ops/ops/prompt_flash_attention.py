@@ -93,7 +93,7 @@ def prompt_flash_attention(
         >>> out[1, :, 0, 0].round().tolist()  # three tokens and padding
         [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
-    Source: docs/specification/prompt_flash_attention.md; CANN's documents of
+    Source: docs/operators/prompt_flash_attention.md; CANN's documents of
     aclnnPromptFlashAttentionV3 and aclnnFusedInferAttentionScoreV5.
     """
     if unknown:

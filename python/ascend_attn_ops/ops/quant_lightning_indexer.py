@@ -72,7 +72,7 @@ def quant_lightning_indexer(
         >>> indices[0, 0, 0].tolist()  # the first token sees itself only
         [0, -1, -1, -1]
 
-    Source: docs/specification/quant_lightning_indexer.md; CANN's document of
+    Source: docs/operators/quant_lightning_indexer.md; CANN's document of
     aclnnQuantLightningIndexer.
     """
     return _OPERATOR.call(

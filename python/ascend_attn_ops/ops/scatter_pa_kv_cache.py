@@ -101,7 +101,7 @@ def scatter_pa_kv_cache_(
         >>> key_cache[1, :4, 0, 0].tolist()
         [0.0, 1.0, 3.0, 0.0]
 
-    Source: docs/specification/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
+    Source: docs/operators/scatter_pa_kv_cache.md; CANN's document of aclnnScatterPaKvCache.
     """
     if isinstance(slot_mapping, Tensor) and slot_mapping.is_floating_point():
         expected = "whole numbers behind key and key_cache (torch_npu has another order)"

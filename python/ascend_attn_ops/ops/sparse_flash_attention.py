@@ -104,7 +104,7 @@ def sparse_flash_attention(
         >>> softmax_sum[0, 0, :, 0].tolist()  # of scores of 0: how many keys each token sees
         [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
-    Source: docs/specification/sparse_flash_attention.md; CANN's document of
+    Source: docs/operators/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttention.
     """
     if return_softmax_lse is None:

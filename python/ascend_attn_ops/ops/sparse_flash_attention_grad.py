@@ -74,7 +74,7 @@ def sparse_flash_attention_grad(
         >>> d_value[0, 7, 0, 0].item()  # an eighth of each head of the last token
         8.0
 
-    Source: docs/specification/sparse_flash_attention.md; CANN's document of
+    Source: docs/operators/sparse_flash_attention.md; CANN's document of
     aclnnSparseFlashAttentionGrad.
     """
     return _OPERATOR.call(

@@ -112,7 +112,7 @@ def sparse_flash_mla(
         >>> round(softmax_lse[0, 0, 15, 0].exp().item())  # 16 tokens, 4 compressed keys, a sink
         21
 
-    Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMla.
+    Source: docs/operators/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMla.
     """
     return _OPERATOR.call(
         query, ori_kv, cmp_kv, cmp_sparse_indices, scale_value, sink, actual_seq_lengths_query,

@@ -70,7 +70,7 @@ def sparse_flash_mla_grad(
         >>> round(d_ori_kv[0, 199, 0, 0].item(), 2)  # 64 heads, 128 + 1 keys and a sink
         0.49
 
-    Source: docs/specification/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
+    Source: docs/operators/sparse_flash_mla.md; CANN's document of aclnnSparseFlashMlaGrad.
     """
     return _OPERATOR.call(
         query, ori_kv, cmp_kv, cmp_sparse_indices, d_out, out, softmax_lse, scale_value, sink,

@@ -65,7 +65,7 @@ def sparse_lightning_indexer_grad_kl_loss(
         >>> round(loss.item(), 2)  # log(1 * 2 * 3 * 4): the indexer tells no keys apart
         3.18
 
-    Source: docs/specification/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
+    Source: docs/operators/sparse_lightning_indexer_grad_kl_loss.md; CANN's document of
     aclnnSparseLightningIndexerGradKLLoss.
     """
     return _OPERATOR.call(

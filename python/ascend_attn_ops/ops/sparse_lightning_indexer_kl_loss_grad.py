@@ -68,7 +68,7 @@ def sparse_lightning_indexer_kl_loss_grad(
         >>> softmax[0, 3, 0, :2].tolist()  # the fourth token sees the first key
         [1.0, 0.0]
 
-    Source: docs/specification/sparse_lightning_indexer_kl_loss_grad.md; CANN's document of
+    Source: docs/operators/sparse_lightning_indexer_kl_loss_grad.md; CANN's document of
     aclnnSparseLightningIndexerKLLossGrad.
     """
     return _OPERATOR.call(

@@ -1,4 +1,4 @@
-"""How far from exact the results of each operator may be: docs/specification/tolerances.md.
+"""How far from exact the results of each operator may be: docs/numerics.md.
 
 A module for each operator and its gradient states the exact results of a call, by the reference,
 and a bound on every element. `expected.py` has what they share.

@@ -1,4 +1,4 @@
-"""The bound of docs/specification/tolerances.md: c * A and half a unit in the last place, for every
+"""The bound of docs/numerics.md: c * A and half a unit in the last place, for every
 element, where A is the same formula with absolute values. The modules beside this one compute it
 for their operators, by the reference.
 

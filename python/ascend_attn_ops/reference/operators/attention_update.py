@@ -1,4 +1,4 @@
-"""AttentionUpdate: docs/specification/attention_update.md."""
+"""AttentionUpdate: docs/operators/attention_update.md."""
 
 from __future__ import annotations
 

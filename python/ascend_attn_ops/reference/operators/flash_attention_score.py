@@ -1,4 +1,4 @@
-"""FlashAttentionScore and its gradient: docs/specification/flash_attention_score.md."""
+"""FlashAttentionScore and its gradient: docs/operators/flash_attention_score.md."""
 
 from __future__ import annotations
 

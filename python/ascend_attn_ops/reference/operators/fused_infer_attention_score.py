@@ -1,4 +1,4 @@
-"""FusedInferAttentionScore: docs/specification/fused_infer_attention_score.md."""
+"""FusedInferAttentionScore: docs/operators/fused_infer_attention_score.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KvQuantSparseFlashAttention: docs/specification/kv_quant_sparse_flash_attention.md."""
+"""KvQuantSparseFlashAttention: docs/operators/kv_quant_sparse_flash_attention.md."""
 
 from __future__ import annotations
 

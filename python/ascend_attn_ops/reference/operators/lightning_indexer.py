@@ -1,4 +1,4 @@
-"""LightningIndexer and its gradient: docs/specification/lightning_indexer.md."""
+"""LightningIndexer and its gradient: docs/operators/lightning_indexer.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PromptFlashAttention: docs/specification/prompt_flash_attention.md."""
+"""PromptFlashAttention: docs/operators/prompt_flash_attention.md."""
 
 from __future__ import annotations
 

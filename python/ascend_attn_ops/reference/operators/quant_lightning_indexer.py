@@ -1,4 +1,4 @@
-"""QuantLightningIndexer: docs/specification/quant_lightning_indexer.md."""
+"""QuantLightningIndexer: docs/operators/quant_lightning_indexer.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScatterPaKvCache: docs/specification/scatter_pa_kv_cache.md."""
+"""ScatterPaKvCache: docs/operators/scatter_pa_kv_cache.md."""
 
 from __future__ import annotations
 

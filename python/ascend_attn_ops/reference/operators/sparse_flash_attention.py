@@ -1,4 +1,4 @@
-"""SparseFlashAttention and its gradient: docs/specification/sparse_flash_attention.md."""
+"""SparseFlashAttention and its gradient: docs/operators/sparse_flash_attention.md."""
 
 from __future__ import annotations
 

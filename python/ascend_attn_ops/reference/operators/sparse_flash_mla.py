@@ -1,4 +1,4 @@
-"""SparseFlashMla and its gradient: docs/specification/sparse_flash_mla.md."""
+"""SparseFlashMla and its gradient: docs/operators/sparse_flash_mla.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """SparseLightningIndexerGradKLLoss, the indexer's loss and its gradients:
-docs/specification/sparse_lightning_indexer_grad_kl_loss.md."""
+docs/operators/sparse_lightning_indexer_grad_kl_loss.md."""
 
 from __future__ import annotations
 

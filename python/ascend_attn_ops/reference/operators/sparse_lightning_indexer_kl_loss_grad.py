@@ -1,5 +1,5 @@
 """SparseLightningIndexerKLLossGrad, the gradients of the loss of an indexer whose target is given:
-docs/specification/sparse_lightning_indexer_kl_loss_grad.md."""
+docs/operators/sparse_lightning_indexer_kl_loss_grad.md."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ bool has_faults(Harm harm);
 void check_faults(const Call& call, const std::vector<KernelFault>& faults);
 
 // Differences between the device and the operator, by product and release of CANN
-// (docs/specification/device.md).
+// (docs/device.md).
 struct DeviceRules {
   // Raises for a call that the first phase refuses: a Refusal, or any error for kInvalid.
   void (*check)(const Call&) = nullptr;

@@ -1,4 +1,4 @@
-// AttentionUpdate. Prototype: docs/specification/attention_update.md.
+// AttentionUpdate. Prototype: docs/operators/attention_update.md.
 #include <limits>
 
 #include "ascendcl/runtime.h"

@@ -1,5 +1,5 @@
 // FlashAttentionScore and its gradient, in all versions: torch_npu calls the same ones. Prototypes:
-// docs/specification/flash_attention_score.md.
+// docs/operators/flash_attention_score.md.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty_like.h>

@@ -1,4 +1,4 @@
-// LightningIndexer and its gradient. Prototypes: docs/specification/lightning_indexer.md.
+// LightningIndexer and its gradient. Prototypes: docs/operators/lightning_indexer.md.
 #include <limits>
 #include <set>
 #include <utility>

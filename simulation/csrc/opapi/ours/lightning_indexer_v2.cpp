@@ -1,4 +1,4 @@
-// LightningIndexerV2, for compressed keys. Prototype: docs/specification/lightning_indexer.md.
+// LightningIndexerV2, for compressed keys. Prototype: docs/operators/lightning_indexer.md.
 #include <utility>
 
 #include "opapi/ours/cu_seqlens.h"

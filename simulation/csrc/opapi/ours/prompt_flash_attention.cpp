@@ -1,4 +1,4 @@
-// PromptFlashAttention V3. Prototype: docs/specification/prompt_flash_attention.md.
+// PromptFlashAttention V3. Prototype: docs/operators/prompt_flash_attention.md.
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>

@@ -1,4 +1,4 @@
-// QuantLightningIndexer. Prototype: docs/specification/quant_lightning_indexer.md.
+// QuantLightningIndexer. Prototype: docs/operators/quant_lightning_indexer.md.
 #include <utility>
 
 #include "opapi/ours/paged_keys.h"

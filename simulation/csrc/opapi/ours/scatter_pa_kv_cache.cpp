@@ -1,4 +1,4 @@
-// Paged KV caches. Prototype: docs/specification/scatter_pa_kv_cache.md.
+// Paged KV caches. Prototype: docs/operators/scatter_pa_kv_cache.md.
 #include <ATen/TensorOperators.h>
 #include <c10/util/accumulate.h>
 

@@ -1,5 +1,5 @@
 // SparseFlashAttention, its gradient, and the same over keys in int8.
-// Prototypes: docs/specification/sparse_flash_attention.md.
+// Prototypes: docs/operators/sparse_flash_attention.md.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/maximum.h>

@@ -1,5 +1,5 @@
 // SparseFlashMla, its metadata and its gradient. Prototypes:
-// docs/specification/sparse_flash_mla.md.
+// docs/operators/sparse_flash_mla.md.
 //
 // The metadata of a call says which core computes which rows. Here it holds the scalars that it was
 // made for and a checksum of the lengths: a call with others would skip rows.

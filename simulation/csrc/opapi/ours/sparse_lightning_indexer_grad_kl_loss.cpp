@@ -1,5 +1,5 @@
 // SparseLightningIndexerGradKLLoss. Prototypes:
-// docs/specification/sparse_lightning_indexer_grad_kl_loss.md.
+// docs/operators/sparse_lightning_indexer_grad_kl_loss.md.
 #include "opapi/core/opapi.h"
 
 using namespace cann_sim;

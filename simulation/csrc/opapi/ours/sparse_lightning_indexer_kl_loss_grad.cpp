@@ -1,5 +1,5 @@
 // SparseLightningIndexerKLLossGrad. Prototype:
-// docs/specification/sparse_lightning_indexer_kl_loss_grad.md.
+// docs/operators/sparse_lightning_indexer_kl_loss_grad.md.
 #include "opapi/ours/cu_seqlens.h"
 
 using namespace cann_sim;
