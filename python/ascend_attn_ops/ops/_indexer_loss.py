@@ -43,7 +43,8 @@ def gradients_and_loss(
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """The gradients of query_index, key_index and weights, and the loss, (1,)."""
-    scaled = target if factors is None else target * factors
+    # Padding has a target of 0, and may have any weight.
+    scaled = target if factors is None else torch.where(target == 0, target, target * factors)
     *gradients, softmax = sparse_lightning_indexer_kl_loss_grad(
         query_index, key_index, weights, sparse_indices, scaled, **options
     )
