@@ -61,7 +61,12 @@ class LayerPages(NamedTuple):
         and "rope", and :func:`ascend_attn_ops.quantize_index_keys` of "index", whose scales go to
         "index_scale".
         """
-        if self._quantizes(rows, "latent"):
+        quantizes_latent = self._quantizes(rows, "latent")
+        for name in rows:
+            if name not in self.pages and not (quantizes_latent and name == "rope"):
+                expected = f"one of {', '.join(map(repr, self.pages))}"
+                raise wrong(ValueError, f"{_NAME}.write", "part", expected, repr(name))
+        if quantizes_latent:
             rows["latent"] = quantize_latent(rows["latent"], rows.pop("rope"))
         if self._quantizes(rows, "index"):
             rows["index"], scales = quantize_index_keys(rows["index"])
@@ -82,7 +87,8 @@ class LayerPages(NamedTuple):
         return pages if pages.dim() == 5 else pages.flatten(2)
 
     def _quantizes(self, rows: Mapping[str, Tensor], part: str) -> bool:
-        in_int8 = part in rows and self.pages[part].dtype == torch.int8
+        pages = self.pages.get(part)
+        in_int8 = part in rows and pages is not None and pages.dtype == torch.int8
         return in_int8 and rows[part].is_floating_point()
 
 
