@@ -1,8 +1,10 @@
-"""Public names document arguments, results and errors, and show numbers in an example."""
+"""Public names document arguments, results and errors, and show numbers in an example, which runs."""
 
 import inspect
 import re
 from importlib import import_module
+
+from support import fresh
 
 PARTS = ("ops", "nn", "debug", "flash_attn", "flash_attn.flash_attn_3", "torch_npu", "distributed")
 MODULES = [import_module(f"ascend_attn_ops.{part}") for part in PARTS]
@@ -28,3 +30,22 @@ def test_sections_of_docstrings() -> None:
             printed = re.sub(r"^ *(>>>|\.\.\.).*|Size.*", "", example, flags=re.M)
             assert not signature.parameters or re.search(r"\d", printed), name
             assert module is not MODULES[0] or "\nSource: " in text, name
+
+
+# In a process of its own, whose one rank is what functions of several ranks ask for.
+PROGRAM = """
+import doctest, importlib, sys, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+failed = 0
+for part in {parts}:
+    module = importlib.import_module(f"ascend_attn_ops.{{part}}")
+    for name in module.__all__:
+        for test in doctest.DocTestFinder().find(getattr(module, name), name, module=False, globs={{}}):
+            failed += doctest.DocTestRunner().run(test).failed
+sys.exit(failed)
+"""
+
+
+def test_the_examples_of_docstrings() -> None:
+    ended = fresh.run(PROGRAM.format(parts=PARTS))
+    assert ended.status == 0, ended.out + ended.err

@@ -52,9 +52,9 @@ def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Ten
             dtype of block_table does not hold.
 
     Example:
-        >>> import torch
+        >>> import torch, ascend_attn_ops
         >>> table = torch.tensor([[7, 2], [5, -1]])
-        >>> slot_mapping(table, torch.tensor([[0, 17], [3, -1]]), block_size=16)
+        >>> ascend_attn_ops.slot_mapping(table, torch.tensor([[0, 17], [3, -1]]), block_size=16)
         tensor([[112,  33],
                 [ 83,  -1]])
     """
@@ -126,10 +126,10 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, lengths: Lengths) -> Ten
             device, a length is negative or beyond the table, or there is no block of that number.
 
     Example:
-        >>> import torch
+        >>> import torch, ascend_attn_ops
         >>> cache = torch.arange(8.0).view(4, 2, 1, 1)
         >>> table = torch.tensor([[3, 0], [1, -1]])
-        >>> gather_paged_kv(cache, table, [3, 1]).flatten()
+        >>> ascend_attn_ops.gather_paged_kv(cache, table, [3, 1]).flatten()
         tensor([6., 7., 0., 2.])
     """
     check_tensor(_GATHER, "cache", cache)
@@ -233,7 +233,8 @@ def nz_cache_shape(
         ValueError: a size is negative, or head_size is not a multiple of 32 bytes.
 
     Example:
-        >>> nz_cache_shape(10, 128, 8, 64, torch.bfloat16)
+        >>> import torch, ascend_attn_ops
+        >>> ascend_attn_ops.nz_cache_shape(10, 128, 8, 64, torch.bfloat16)
         (10, 32, 128, 16)
     """
     function = "ascend::nz_cache_shape"
@@ -264,8 +265,10 @@ def nd_to_nz(cache: Tensor) -> Tensor:
         ValueError: cache has another rank, or D is not a multiple of 32 bytes.
 
     Example:
+        >>> import torch, ascend_attn_ops
         >>> cache = torch.arange(64.0).view(1, 2, 2, 16)
-        >>> nd_to_nz(cache)[0, :, 0, 0].tolist()  # eight elements of float32 are 32 bytes
+        >>> nz = ascend_attn_ops.nd_to_nz(cache)  # eight elements of float32 are 32 bytes
+        >>> nz[0, :, 0, 0].tolist()
         [0.0, 8.0, 16.0, 24.0]
     """
     check_tensor("ascend::nd_to_nz", "cache", cache, 4, "(num_blocks, block_size, N, D)")
