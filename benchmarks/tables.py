@@ -71,14 +71,6 @@ def beside_torch_npu(name: str) -> Cell:
     return text
 
 
-def speed_up(threads: int) -> Cell:
-    def text(by: By, own: str) -> str:
-        seconds = {x["threads"]: x["seconds"] for x in by.values()}
-        return f"{seconds[1] / seconds[threads]:.2f}x"
-
-    return text
-
-
 def markdown(labels: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of which `labels` are columns of text, and `columns` those of figures."""
     rule = ["---"] * len(labels) + ["---:"] * len(columns)
@@ -123,14 +115,16 @@ class Table:
         return markdown(labels, [*self.numbers, *self.columns], rows) if rows else ""
 
 
-def training(benchmark: str, each: dict[str, str], beside: str, columns: dict[str, Cell]) -> Table:
+def training(
+    benchmark: str, case: str, each: dict[str, str], beside: str, columns: dict[str, Cell]
+) -> Table:
     columns = {
         "tokens/s": cell(lambda x: short(x["tokens"] / x["seconds"])),
         f"time beside {beside.rpartition(', ')[2]}": takes(beside=beside),
         "peak memory of a step, MB": megabytes(),
         **columns,
     }
-    return Table(benchmark, r"(\d+) tokens", {"tokens": "{0}"}, columns, each=each)
+    return Table(benchmark, case, {"tokens": "{0}"}, columns, each=each)
 
 
 def share_of_operators(by: By, own: str) -> str:
@@ -152,38 +146,6 @@ def machine(machines: Sequence[Results]) -> str:
     )
 
 
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the x from which on y > 1, or None: straight lines between points of log x, log y."""
-    if not points or points[-1][1] <= 1:
-        return None
-    (x_after, y_after), *before = reversed(points)
-    for x, y in before:
-        if y <= 1:
-            part = math.log(y_after) / (math.log(y_after) - math.log(y))
-            return x_after * (x / x_after) ** part
-        x_after, y_after = x, y
-    return x_after
-
-
-def crossover(machines: Sequence[Results]) -> str:
-    """Say from which length on a sparse training step is faster than a dense one."""
-    points = []
-    for by in machines[0].cases("training_step").values():
-        dense, sparse = by["ours, dense"], by["ours, sparse"]
-        points.append((sparse["tokens"], dense["seconds"] / sparse["seconds"]))
-    if not points:
-        return NOT_MEASURED
-    tokens = crossing(points)
-    selected = f"{sparse['selected']:.0f} selected keys"
-    if tokens is None or tokens == points[0][0]:
-        faster = "dense" if tokens is None else "sparse"
-        return f"With {selected}, {faster} is the faster one at every length that was measured."
-    return (
-        f"With {selected}, sparse is the faster one from about {round(tokens, -2):.0f} tokens on. "
-        "Below that,\nchoosing the keys costs more than the attention to the others would."
-    )
-
-
 def widest(cpu: str) -> str:
     """Name a processor with one of its features: `AMD EPYC, AVX2`, `Intel Xeon, AVX512F`."""
     name, _, features = cpu.replace("(R)", "").removesuffix(")").partition(" (")
@@ -193,13 +155,20 @@ def widest(cpu: str) -> str:
     return ", ".join([name, *(x for x in order if x in present)][:2])
 
 
+# What the table of all processors shows of the cases that they have measured.
+COMPARED = re.compile(
+    r".*S=(1024|8192) K=256 N1=(64|8) bfloat16|.*S=1024 K=256|.*S=4096 K=1024|"
+    r"S=2048 N=16 D=128 (bfloat16|int8) causal.*"
+)
+
+
 def processors(machines: Sequence[Results]) -> str:
     """The operators that all processors have measured."""
     rows = []
     for name in ("sparse_flash_attention", "sparse_flash_mla", "lightning_indexer",
                  "flash_attention_score", "prompt_flash_attention"):  # fmt: skip
         measured = [results.cases(name) for results in machines]
-        for case in measured[0]:
+        for case in filter(COMPARED.fullmatch, measured[0]):
             found = [cases.get(case, {}) for cases in measured]
             if all("gflops" in by.get("ours", {}) for by in found):
                 first, _, sizes = case.partition(" ")
@@ -216,8 +185,8 @@ PEAK = "share of the matmul peak"
 OURS = {"ours, ms": ms(), PEAK: share_of_peak()}
 
 TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
-    "machine": machine, "crossover": crossover, "processors": processors,
-    "readme": Table(
+    "machine": machine, "processors": processors,
+    "sparse": Table(
         "sparse_flash_attention lightning_indexer", r"(\w+) .*", {"": "`{0}`"},
         {
             **OURS,
@@ -227,26 +196,14 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
         needs="torch, gathering",
     ),
     "training_step": training(
-        "training_step", {"ours, sparse": "sparse", "ours, dense": "dense", "eager": "plain torch"},
+        "training_step", "(1024|4096|16384) tokens",
+        {"ours, sparse": "sparse", "ours, dense": "dense", "eager": "plain torch"},
         "ours, sparse", {"time in our operators": share_of_operators},
     ),
     "transformers_training": training(
-        "transformers_training",
+        "transformers_training", r"(\d+) tokens",
         {"ours": "`enable_dsa`", "eager": "transformers, eager", "sdpa": "transformers, sdpa"},
         "ours", {},
-    ),
-    "compressed_keys": Table(
-        "sparse_flash_mla", r"(sparse\w+) (\w+) (.*)",
-        {"": "`{0}`", "layer": "{1}", "sizes": "{2}"},
-        {**OURS, "torch takes, all pairs and a mask": takes("torch, masking")},
-        sort=True,
-    ),
-    "compressed_decode": Table(
-        "sparse_flash_mla", r"decode (\w+) (.*)", {"layer": "{0}", "sizes": "{1}"},
-        {
-            "ours, ms": ms(), "one reading of the keys, ms": ms("reading"),
-            "the products, ms": ms("products"),
-        },
     ),
     "serving": Table(
         "fused_infer_attention_score", r"(.*), (.*), (.*)",
@@ -269,26 +226,8 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
         needs="torch", numbers={"B": "{0}", "keys": "{1}"},
     ),
     "dense": Table(
-        "flash_attention_score", "(.*), (.*)", {"sizes": "{0}", "": "{1}"},
+        "flash_attention_score", "(.* bfloat16 (?!full).*), (.*)", {"sizes": "{0}", "": "{1}"},
         {**OURS, "SDPA takes": takes("torch SDPA"), "formula takes": takes("torch formula")},
-    ),
-    "dense_memory": Table(
-        "flash_attention_score", "(.* N=16 D=128 bfloat16 causal), (.*)",
-        {"added memory, MB": "{0}", "": "{1}"},
-        {"ours": megabytes(), "SDPA": megabytes("torch SDPA"),
-         "formula": megabytes("torch formula")},
-    ),
-    "sinks_and_ropes": Table(
-        "sinks_and_ropes", "(.*), (.*), (.*)", {"sizes": "{0}", "with": "{1}", "": "{2}"},
-        {
-            "ours, ms": ms(), "without takes": takes("without", digits=2),
-            "joined heads take": takes("joined heads", digits=2),
-            "joined in the call takes": takes("joined in the call", digits=2),
-        },
-    ),
-    "prefill": Table(
-        "prompt_flash_attention", "(.*)", {"prompts": "{0}"},
-        {**OURS, "SDPA takes": takes("torch SDPA")}, needs="torch SDPA",
     ),
     "prefill_int8": Table(
         "prompt_flash_attention", "(.*)", {"prompts": "{0}"},
@@ -301,7 +240,7 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
         needs="ours, bfloat16",
     ),
     "scatter": Table(
-        "scatter_pa_kv_cache", "(.*), (.*), (.*)", {"layout": "{0}", "": "{1}"},
+        "scatter_pa_kv_cache", "(.*), (paged slots), (512|32768)", {"layout": "{0}"},
         {
             "ours, µs": microseconds(), "flat takes": takes("flat"),
             "by block takes": takes("by block"), "copy_ of the same bytes takes": takes("copy_"),
@@ -309,7 +248,7 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
         numbers={"tokens": "{2}"},
     ),
     "host_time": Table(
-        "host_time", "(.*), level (.*)", {"": "`{0}`"},
+        "host_time", "(.*), level (1)", {"": "`{0}`"},
         {
             "`ascend_attn_ops`": beside_torch_npu("ours"),
             "`torch.ops.ascend`": beside_torch_npu("ours, torch.ops"),
@@ -318,25 +257,7 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
         },
         numbers={"`TASK_QUEUE_ENABLE`": "{1}"},
     ),
-    "call_overhead": Table(
-        "call_overhead", "(?!flash_attn)(.*)", {"": "{0}"}, {"µs": microseconds()}
-    ),
-    "flash_attn_names": Table(
-        "call_overhead", r"(\w+)(.*)", {"µs": "`{0}`{1}"},
-        {
-            "the operator": microseconds("ours, operator"),
-            "by the name": microseconds("ours, by name"),
-            "adds": lambda by, _: "{:.1f}".format(
-                (by["ours, by name"]["seconds"] - by["ours, operator"]["seconds"]) * 1e6
-            ),
-        },
-        needs="ours, by name",
-    ),
     "dtensor": Table("dtensor_call", "(.*)", {"call": "{0}"}, {"µs": microseconds()}),
-    "threads": Table(
-        "threads", r"(\w+)(.*)", {"": "`{0}`{1}"},
-        {"1 thread, ms": ms(), "with 2 threads": speed_up(2)},
-    ),
     "simulated": Table(
         "simulated_operators", "(.*)", {"µs per call": "{0}"},
         {"CPU": simulated("torch, CPU"), "NPU": simulated("ours, simulated NPU")},

@@ -95,8 +95,8 @@ def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
     record(path)
     (here,) = load(path)
     page = "before\n<!-- bench: {} -->\nold\n<!-- bench end -->\nafter\n"
-    written = with_tables(page.format("readme"), [here])
-    assert written == page.format("readme").replace("old", text_of("readme", [here]))
+    written = with_tables(page.format("sparse"), [here])
+    assert written == page.format("sparse").replace("old", text_of("sparse", [here]))
     assert with_tables(written, [here]) == written
     assert "| `sparse_flash_attention` | 100 | 50% | \N{EN DASH} | 2.5x |" in written
     keys = (
@@ -112,7 +112,7 @@ def test_tables_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
         written = with_tables(page.format("serving"), machines)
         assert written == page.format("serving").replace("old", shown)
     with pytest.raises(ValueError, match="a table without an end"):
-        with_tables("<!-- bench: readme -->\n", [here])
+        with_tables("<!-- bench: sparse -->\n", [here])
 
 
 def test_the_docs_are_those_of_the_committed_results() -> None:
@@ -127,16 +127,6 @@ def test_the_docs_are_those_of_the_committed_results() -> None:
         assert with_tables(page, machines) == page, f"{path}: python benchmarks/write_tables.py"
         used |= {name for _, name, _ in PLACE.findall(page)}
     assert used == {*TABLES}
-
-
-def test_where_one_becomes_faster() -> None:
-    from tables import crossing
-
-    for points in ([(1024, 0.5), (4096, 2.0)], [(512, 0.25), (1024, 0.5), (4096, 2.0)]):
-        assert crossing(points) == pytest.approx(2048)
-    # Faster from the first length on, and never.
-    assert crossing([(1024, 1.5), (4096, 2.0)]) == pytest.approx(1024)
-    assert crossing([(1024, 1.5), (4096, 0.9)]) is None
 
 
 @pytest.mark.usefixtures("no_limits")
