@@ -80,4 +80,4 @@ def test_every_folder_has_a_paragraph() -> None:
         assert below <= tree.parts.keys(), name
         folders |= {str(root / x) for x in below}
     page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\*\*`(.+?)/`", page, re.M)) == sorted(folders)
+    assert sorted(re.findall(r"^- \*\*`(.+?)/`", page, re.M)) == sorted(folders)
