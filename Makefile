@@ -14,7 +14,7 @@
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
 # make mutants how many of 130 small errors in C++ and Python the tests notice
 # make lint    ruff, clang-format, mypy, spelling, English, workflows, translations
-# make docs    the documentation: pages in out/docs/html, their examples run, their links checked
+# make docs    the documentation as a site, in out/docs/html
 # make wheel   a wheel in dist/, for the torch of PYTHON
 # make wheels  wheels in dist/ for VERSIONS, and for all PYTHONS
 # make matrix  build and test with VERSIONS, SHARE=12 a part of the tests; prints a table
@@ -145,11 +145,9 @@ format: .venv/lint
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(CPP_FILES)
 
-# Warnings are errors, and unresolved references are warnings. Pages are read once for all three.
+# Warnings are errors, and unresolved references are warnings. Tests run the pages' code.
 docs: build .venv/docs
 	$(SPHINX) -b html docs out/docs/html
-	$(SPHINX) -b doctest docs out/docs/doctest
-	$(SPHINX) -b linkcheck docs out/docs/linkcheck
 
 wheel:
 	$(PYTHON) $(PIP_INSTALL:install=wheel) --no-build-isolation --no-deps --wheel-dir dist .

@@ -18,21 +18,13 @@ release = version = ascend_attn_ops.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinx_design",
     "docstrings",
-    "hardware_reports",
     "mathml",
-    "operator_pages",
-    "public_names",
-    "python_blocks",
+    "pages_of_site",
     "translations",
 ]
-
-# The specification of an operator stands on the operator's page: _ext/operator_pages.py.
-exclude_patterns = ["specification/*_*.md"]
 
 html_theme = "furo"
 html_title = f"ascend_attn_ops {release}"
@@ -54,7 +46,7 @@ html_sidebars = {
 }
 html_theme_options = {"navigation_with_keys": True}
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 # A formula in a table cell or a sentence is written with dollars; a price is not to be expected.
 myst_dmath_double_inline = True
@@ -84,24 +76,6 @@ nitpick_ignore_regex = [
         r"When|(.*\.)?(Comparison|Replayed|Mask)",  # described where they are returned
     )
 ]
-
-# Examples may take these names for granted. They run under the default device limits, and may print
-# text for a reader that the page does not repeat.
-doctest_global_setup = """
-print = lambda *_: None
-import torch
-import ascend_attn_ops  # noqa: E402
-import ascend_attn_ops as ops
-from ascend_attn_ops import *
-torch.manual_seed(0)
-if not torch.distributed.is_initialized():  # one rank, for the examples of ops.distributed
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-"""
-
-# Internal links only: nothing is fetched.
-linkcheck_ignore = [r"https?://.*"]
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

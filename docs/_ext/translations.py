@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
-# A comment of MyST or of HTML: GitHub shows README.zh.md without Sphinx.
-_HEAD = re.compile(r"^(?:% |<!-- )english: (\S+) (\w+)", re.M)
+_HEAD = re.compile(r"^<!-- english: (\S+) (\w+)", re.M)
 _CHINESE = r"\u3400-\u4dbf\u4e00-\u9fff"
 
 
@@ -39,8 +38,7 @@ def english_of(page: Path) -> Path:
 
 
 def link_to_english(page: Path) -> str:
-    """The English page that a Chinese one links to: an operator's page shows its specification."""
-    return re.sub(r"^\.\./specification/(?=\w+_\w+\.md$)", "../operators/", _head(page)[0])
+    return _head(page)[0]
 
 
 def _head(page: Path) -> tuple[str, str]:
@@ -105,9 +103,7 @@ def _tell(app: Sphinx) -> None:
 def _add_switch(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
     """The other language's page, or its first one."""
     english = {
-        (x.parent / link_to_english(x)).resolve().relative_to(DOCS).with_suffix("").as_posix(): (
-            f"zh/{x.stem}"
-        )
+        english_of(x).relative_to(DOCS).with_suffix("").as_posix(): f"zh/{x.stem}"
         for x in translations()[1:]
     }
     chinese = {zh: en for en, zh in english.items()}
