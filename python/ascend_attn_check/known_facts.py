@@ -50,11 +50,10 @@ INDEXER_PACK = replace(INDEXER, layout="TND", lengths=((3, 2), (5, 3)), tail=(2,
 
 @dataclass(frozen=True)
 class Fact:
-    """A statement of the page, quoted so that a test finds it there."""
+    """A row of the page, whose last column has this id."""
 
     id: str
     operator: str
-    quote: str
     run: Callable[[Context], Outcome]
     products: tuple[str, ...]
     danger: str = ""
@@ -346,13 +345,13 @@ def minus_inf_in_a_bias(context: Context) -> Outcome:
     return as_said(not nan, "the report holds here: the results are NaN")
 
 
-def sparse(id: str, operator: str, quote: str, run: Any, danger: str = "", **options: Any) -> Fact:
-    return Fact(id, operator, quote, run, options.pop("products", SPARSE), danger, **options)
+def sparse(id: str, operator: str, run: Any, danger: str = "", **options: Any) -> Fact:
+    return Fact(id, operator, run, options.pop("products", SPARSE), danger, **options)
 
 
-def of_mla(id: str, operator: str, quote: str, case: MlaCase, danger: str = "") -> Fact:
+def of_mla(id: str, operator: str, case: MlaCase, danger: str = "") -> Fact:
     run = partial(wrong_of_mla, operator, case)
-    return Fact(id, operator, quote, run, ATLAS, danger, ("9.1",))
+    return Fact(id, operator, run, ATLAS, danger, ("9.1",))
 
 
 LI, LIG = "lightning_indexer", "lightning_indexer_grad"
@@ -365,74 +364,48 @@ FIA = "fused_infer_attention_score"
 
 NO_PAIRS = replace(INDEXER_PACK, lengths=((3, 0), (0, 5)), tail=(0, 0))
 FACTS = [
-    sparse("li-padding-rows", LI, "the function does not write the indices and values of padding "
-           "rows", partial(padding_rows, LI, INDEXER_PACK, -1)),
-    sparse("li-no-pairs", LI, "the kernel writes all rows once per sequence, over what lies behind "
-           "the outputs", partial(dangerous, LI, NO_PAIRS),
+    sparse("li-padding-rows", LI, partial(padding_rows, LI, INDEXER_PACK, -1)),
+    sparse("li-no-pairs", LI, partial(dangerous, LI, NO_PAIRS),
            "the device writes over other tensors"),
-    sparse("li-grad-k-2048", LIG, "K > 2048 overruns buffers made for 2048",
-           partial(dangerous, LIG, replace(INDEXER, s=(4, 4096), k=3072)),
+    sparse("li-grad-k-2048", LIG, partial(dangerous, LIG, replace(INDEXER, s=(4, 4096), k=3072)),
            "the device writes over its own buffers", releases=("8.5", "9.0")),
-    sparse("li-grad-mode-0", LIG, "sparse_mode 0 reads K slots whatever the number of keys",
-           partial(dangerous, LIG, replace(INDEXER, mode=0)),
+    sparse("li-grad-mode-0", LIG, partial(dangerous, LIG, replace(INDEXER, mode=0)),
            "the device reads and writes out of bounds"),
-    sparse("li-grad-tnd-unequal", LIG, "TND with sequences of unequal lengths leaves rows of "
-           "d_query and d_weights unwritten", unequal_packs),
-    sparse("li-grad-empty-sequence", LIG, "an empty sequence divides by zero on the host",
-           partial(dangerous, LIG, NO_PAIRS), "the process ends"),
-    sparse("li-grad-lengths", LIG, "The function ignores lengths in layout BSND",
-           partial(lengths_in_bsnd, LIG, INDEXER)),
-    sparse("sfa-padding-rows", SFA, "the function does not write the outputs and statistics of "
-           "padding rows", partial(padding_rows, SFA, PACK, 0)),
-    sparse("sfa-slots-behind-padding", SFA, "slots behind a row's first -1 are attended to again",
-           slots_behind_padding, products=ATLAS),
-    sparse("sfa-without-ropes", SFA, "The function requires ropes of 64 elements",
-           partial(takes, SFA, replace(ATTENTION, rope=0), False), products=ATLAS),
-    sparse("sfa-paged-statistics", SFA, "**Statistics with paged keys.** The function refuses them",
-           partial(takes, SFA, PAGED, False), products=ATLAS),
-    sparse("sfa-nothing-selected", SFA, "a row that sees keys and selects none has an output of "
-           "inf", partial(nothing_selected, 8), products=ATLAS),
-    sparse("sfa-nothing-selected-small", SFA, "a softmax_max of about -2e38",
-           partial(nothing_selected, 1), products=ATLAS),
-    sparse("sfag-few-keys", SFAG, "with -1 in one of them it reads outside its tensors",
+    sparse("li-grad-tnd-unequal", LIG, unequal_packs),
+    sparse("li-grad-empty-sequence", LIG, partial(dangerous, LIG, NO_PAIRS), "the process ends"),
+    sparse("li-grad-lengths", LIG, partial(lengths_in_bsnd, LIG, INDEXER)),
+    sparse("sfa-padding-rows", SFA, partial(padding_rows, SFA, PACK, 0)),
+    sparse("sfa-slots-behind-padding", SFA, slots_behind_padding, products=ATLAS),
+    sparse("sfa-without-ropes", SFA, partial(takes, SFA, replace(ATTENTION, rope=0), False),
+           products=ATLAS),
+    sparse("sfa-paged-statistics", SFA, partial(takes, SFA, PAGED, False), products=ATLAS),
+    sparse("sfa-nothing-selected", SFA, partial(nothing_selected, 8), products=ATLAS),
+    sparse("sfa-nothing-selected-small", SFA, partial(nothing_selected, 1), products=ATLAS),
+    sparse("sfag-few-keys", SFAG,
            partial(dangerous, SFAG, replace(ATTENTION, s=(4, 64), pattern="padded")),
            "the device reads out of bounds"),
-    sparse("sfag-cut-block", SFAG, "With sparse_block_size > 1 the kernel's gradients are wrong",
-           cut_block, products=ATLAS),
-    sparse("sfag-lengths", SFAG, "The function ignores lengths in layout BSND",
-           partial(lengths_in_bsnd, SFAG, ATTENTION)),
-    sparse("sfag-without-ropes", SFAG, "The function takes a call without ropes",
+    sparse("sfag-cut-block", SFAG, cut_block, products=ATLAS),
+    sparse("sfag-lengths", SFAG, partial(lengths_in_bsnd, SFAG, ATTENTION)),
+    sparse("sfag-without-ropes", SFAG,
            partial(takes, SFAG, replace(ATTENTION, k=2048, rope=0), True), products=ATLAS),
-    sparse("kl-lengths", KL, "The function ignores lengths in layout BSND",
-           partial(lengths_in_bsnd, KL, LOSS)),
-    sparse("kl-without-ropes", KL, "**Without ropes.** As in [sparse_flash_attention]",
-           partial(takes, KL, replace(LOSS, rope=0), False), products=ATLAS),
-    of_mla("mla-few-indices", MLA, "a row with fewer than min(K, n) indices",
-           replace(MLA_CALL, pattern="first")),
-    of_mla("mla-grad-padding", MLAG, "layout TND with padding rows",
+    sparse("kl-lengths", KL, partial(lengths_in_bsnd, KL, LOSS)),
+    sparse("kl-without-ropes", KL, partial(takes, KL, replace(LOSS, rope=0), False),
+           products=ATLAS),
+    of_mla("mla-few-indices", MLA, replace(MLA_CALL, pattern="first")),
+    of_mla("mla-grad-padding", MLAG,
            replace(MLA_CALL, layout="TND", lengths=((9, 13), (9, 13), (2, 3)), tail=(3, 2, 1)),
            "the device reads behind the lengths"),
-    of_mla("mla-grad-few-indices", MLAG, "reads row -1 of the keys",
-           replace(MLA_CALL, pattern="first"), "the device reads out of bounds"),
-    of_mla("mla-grad-residuals", MLAG, "layout BSND with unequal residuals",
-           replace(MLA_CALL, b=2, residual=(0, 3))),
-    of_mla("mla-grad-before-keys", MLAG, "a query before all original keys that sees compressed",
-           replace(MLA_CALL, s=(20, 12, 5), residual=(0,))),
-    Fact("mla-grad-deterministic", MLAG, "a deterministic context", deterministic_context, ATLAS,
-         releases=("9.1",)),
-    Fact("fa-mask-beside-tokens", FA, "compute within a tile whatever the mask lets through",
-         mask_beside_tokens, ATLAS),
-    Fact("fa-grad-wide-keys", FAG, "values of 128 beside keys of 192", gradient_of_wide_keys,
-         ATLAS),
-    Fact("pfa-masked-rows", PFA, "zeros in a row that the mask's *content* masks whole",
-         masked_rows, ATLAS),
-    Fact("pfa-950", PFA, "V1 to V3 of the function return a runtime error", every_prompt_call,
-         ("950",)),
-    Fact("fia-mask-behind-512", FIA, "keys behind 512 are not masked",
-         partial(reported, MASKED_DECODING), ATLAS),
-    Fact("fia-pack-without-mask", FIA, "each row is the mean of the values",
-         partial(reported, UNMASKED_PACK), ATLAS),
-    Fact("fia-minus-inf", FIA, "-inf in pse_shift beside 768 keys", minus_inf_in_a_bias, ATLAS),
-    Fact("scatter-gaps", SCATTER, "key and value with gaps between their rows", gaps_between_rows,
-         ATLAS),
+    of_mla("mla-grad-few-indices", MLAG, replace(MLA_CALL, pattern="first"),
+           "the device reads out of bounds"),
+    of_mla("mla-grad-residuals", MLAG, replace(MLA_CALL, b=2, residual=(0, 3))),
+    of_mla("mla-grad-before-keys", MLAG, replace(MLA_CALL, s=(20, 12, 5), residual=(0,))),
+    Fact("mla-grad-deterministic", MLAG, deterministic_context, ATLAS, releases=("9.1",)),
+    Fact("fa-mask-beside-tokens", FA, mask_beside_tokens, ATLAS),
+    Fact("fa-grad-wide-keys", FAG, gradient_of_wide_keys, ATLAS),
+    Fact("pfa-masked-rows", PFA, masked_rows, ATLAS),
+    Fact("pfa-950", PFA, every_prompt_call, ("950",)),
+    Fact("fia-mask-behind-512", FIA, partial(reported, MASKED_DECODING), ATLAS),
+    Fact("fia-pack-without-mask", FIA, partial(reported, UNMASKED_PACK), ATLAS),
+    Fact("fia-minus-inf", FIA, minus_inf_in_a_bias, ATLAS),
+    Fact("scatter-gaps", SCATTER, gaps_between_rows, ATLAS),
 ]  # fmt: skip

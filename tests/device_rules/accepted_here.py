@@ -1,6 +1,6 @@
 """The classes of parameter sets that this library accepts and CANN's checks refuse.
 
-docs/refused.md names each class and says why.
+docs/device.md names each class and says why.
 """
 
 from __future__ import annotations
