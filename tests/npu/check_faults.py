@@ -146,7 +146,6 @@ LINES = {
 }  # fmt: skip
 AUTOGRAD = "numbers/{}-*-through-autograd-bfloat16"
 
-# In the order of docs/hardware.md.
 FAULTS = [
     Fault("one wrong element", FA, tensors(attentionOutOut="one wrong")),
     Fault("an output 5% too large", FA, tensors(attentionOutOut="scaled")),

@@ -191,16 +191,3 @@ def test_the_dangerous_facts_hold(cann: str, tmp_path: Path) -> None:
     status, found = check(tmp_path, environment("A2", cann), *arguments, own_process=True)
     assert status == 0
     assert {x.id: x.verdict for x in found.values()} == dict.fromkeys(dangerous, "pass")
-
-
-def test_the_page_has_the_faults() -> None:
-    """docs/hardware.md shows which line notices what."""
-    page = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition("% begin check faults\n")
-    table, _, _ = rest.partition("% end check faults")
-    rows = [f"| {fault.name} | `{fault.function}` | `{fault.line}` |" for fault in FAULTS]
-    rows += [f"| {name} | any | the probe that runs |" for name in FATAL]
-    assert [line for line in table.splitlines() if line.startswith("| ")][1:] == rows
-    for product, reasons in WITHOUT_LINE.items():
-        for lines, why in reasons.items():
-            assert f"| {product} | `{lines}` | {why} |" in page
