@@ -259,7 +259,7 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
     ),
     "dtensor": Table("dtensor_call", "(.*)", {"call": "{0}"}, {"µs": microseconds()}),
     "simulated": Table(
-        "simulated_operators", "(.*)", {"µs per call": "{0}"},
+        "simulated_operators", "(add|mm|index|training step.*)", {"µs per call": "{0}"},
         {"CPU": simulated("torch, CPU"), "NPU": simulated("ours, simulated NPU")},
     ),
 }  # fmt: skip

@@ -235,7 +235,7 @@ extern "C" int aclnnKvQuantSparseFlashAttention() { return 161002; }
 
 @once
 def test_a_function_of_the_user(tmp_path: Path) -> None:
-    """A libcust_opapi.so, in which torch_npu looks first: as docs/simulation.md shows."""
+    """A libcust_opapi.so, in which torch_npu looks first: as simulation/README.md shows."""
     library = tmp_path / "op_api/lib/libcust_opapi.so"
     library.parent.mkdir(parents=True)
     headers = [
