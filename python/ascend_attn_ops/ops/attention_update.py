@@ -14,14 +14,7 @@ _OPERATOR = Operator("attention_update")
 def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention results over disjoint sets of keys into the result over all of them.
 
-    ::
-
-        lse_out = log(sum over parts i of exp(lse[i]))
-        out = sum over parts i of local_out[i] * exp(lse[i] - lse_out)
-
-    The sums are float32 (float64 for float64), and do not overflow. Results may be merged again:
-    the order and the grouping of the parts change nothing but rounding.
-
+    Sums are float32 (float64 for float64), and do not overflow. Results may be merged again.
     Differentiable with respect to every tensor of lse and local_out, through both outputs.
 
     Args:

@@ -45,62 +45,40 @@ def flash_attention_score(
     key_rope: Tensor | None = None,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of every query over the keys that its mask keeps.
+    """Attention of every query over the keys that its mask keeps, with gradients.
 
-    With S the scores of a row and `keep` the dropout::
-
-        S   = (query @ key^T + pse) * scale_value         pse_type 1, or without pse_shift
-        S   = query @ key^T * scale_value + pse           pse_type 0, 2 and 3
-        out = (softmax(S[kept]) * keep / keep_prob) @ value[kept]
-
-    Rows that keep no key are zero. A sink is the score of one more key, which has no value: it
-    enters the softmax only. Ropes are the rotary parts of query and key in separate tensors: the
-    result is that of their concatenation with query and key in every head.
-
-    Differentiable with respect to query, key, value, sink and ropes, through out and through
-    softmax_sum, by which :func:`log_sum_exp` is; on the CPU also with respect to pse_shift with
-    pse_type 0 or 1.
-
-    A bfloat16 call rounds the weights to bfloat16 before the product with value. The CPU computes
-    float16 calls in float32, and rounds only the results.
+    Rows that keep no key are zero. Differentiable with respect to query, key, value, sink and
+    ropes, through out and softmax_sum; on the CPU also to pse_shift with pse_type 0 or 1.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (Sq, B, N*D) in SBH, (B, Sq, N, D) in BSND,
             (B, N, Sq, D) in BNSD, (T1, N, D) in TND; float16, bfloat16 or float32 (float64 as well
             when the device limits are off).
-        key: as query, with Skv tokens and Nk heads, where Nk divides N: query head n reads key
-            head n // (N / Nk).
+        key: as query, with Skv tokens and Nk heads: query head n reads key head n // (N / Nk).
         value: as key, with a head size Dv of at most D.
         layout: "BSH", "SBH", "BSND", "BNSD" or "TND", the axes of query.
         num_heads: N, the number of query heads. BSH and SBH need it.
-        pse_shift: positional bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv),
-            whose axes B, N and Sq may be 1, or its last 1024 rows; in TND flat, (N, Sq, Skv) or
-            (N, Skv) of one sequence after another. pse_type 2 and 3: positive float32 slopes, (N)
-            or (B, N).
+        pse_shift: bias of the scores. pse_type 0 and 1: query's dtype, (B, N, Sq, Skv), whose axes
+            B, N and Sq may be 1, or its last 1024 rows; flat in TND. pse_type 2 and 3: positive
+            float32 slopes, (N) or (B, N).
         drop_mask: uint8, one bit per element of (B, N, Sq, Skv), lowest bit first, 1 keeps. Needs
             keep_prob < 1. `dropout_p` draws one instead.
         atten_mask: bool or uint8, **True masks a key out**. sparse_mode 0 and 1: (B, N, Sq, Skv),
-            (B, 1, Sq, Skv), (1, 1, Sq, Skv) or (Sq, Skv), in TND with the longest Sq and Skv,
-            or (sum Sq, sum Skv). Axes of 1 in a mask of four axes are expanded, which the NPU does
-            in memory in every call. Mode 5: (B, N, Sq, Skv) or (B, 1, Sq, Skv). The other modes
-            need none, and take a compressed mask, (2048, 2048) or in mode 6 (3072, 2048).
+            whose axes may be 1, or (Sq, Skv); 5: (B, N or 1, Sq, Skv). Other modes need none.
         attn_mask: as in scaled_dot_product_attention, True keeps a key. Pass it instead of
             atten_mask.
         prefix: sparse_mode 5 and 6: for each batch, the number of leading keys that all its queries
             keep; a list or a tensor.
-        actual_seq_lengths_query: a tensor of int32 or int64, or a list. The host reads it: a tensor
-            on the CPU costs nothing, for one on the NPU the call waits. TND: the cumulative lengths
-            of the sequences, without a leading 0 (lengths 3, 2, 4 are given as 3, 5, 9); if both
-            query and key have padding rows, a 0 may close both lists. Other layouts: how many of
-            its first tokens each batch uses; None for all. sparse_mode 2, 3, 4 and 6 relate to
-            these lengths. Results and gradients of the padding are zero.
+        actual_seq_lengths_query: int32 or int64, or a list. TND: the cumulative lengths of the
+            sequences, without a leading 0 (lengths 3, 2, 4 are given as 3, 5, 9). Other layouts:
+            how many of its first tokens each batch uses; None for all. A tensor on the NPU makes
+            the call wait for it.
         actual_seq_lengths_key: as actual_seq_lengths_query, of key.
         q_start_idx: pse_type 2 and 3: position of the first query; ignored without kv_start_idx.
         kv_start_idx: pse_type 2 and 3: position of the first key.
         scale_value: factor of the scores; None for 1 / sqrt(D), with ropes 1 / sqrt(D + Dr).
         keep_prob: probability with which drop_mask keeps a weight.
-        dropout_p: probability of dropping a weight. The mask is drawn on query's device and saved
-            for the backward.
+        dropout_p: probability of dropping a weight. The mask is saved for the backward.
         generator: draws the mask of dropout_p, on query's device; None for the default generator.
         pre_tokens: sparse_mode 0, 4, 7 and 8: how many keys before the diagonal are kept.
         next_tokens: how many after it. `python -m ascend_attn_ops mask` draws every mode.
@@ -110,14 +88,13 @@ def flash_attention_score(
             1: those of atten_mask; 2: causal from the top left; 3: causal to the bottom right;
             4: a band to the bottom right; 5 and 6: mode 3 and a prefix; 7 and 8, for TND: mode 3
             with a band in the last sequence, mode 2 with a band in the first.
-        pse_type: 0 adds pse_shift after the scale, 1 before it; without one both are the same.
-            2 adds -slope * distance between query and key, 3 adds -slope * sqrt(distance).
-        sink: (N), an attention sink for every query head, as in gpt_oss: a score that scale_value,
-            bias, mask and dropout leave as it is. Any floating dtype: it is cast to float32
-            (float64 for float64 inputs), also under autocast.
-        query_rope: the rotary part of query as a separate tensor, as in multi-head latent
-            attention: query's shape with Dr instead of D. Requires key_rope.
-        key_rope: the rotary part of key, with key's heads. D + Dr is at most 768 on the NPU.
+        pse_type: 0 adds pse_shift after the scale, 1 before it; 2 adds -slope * distance between
+            query and key, 3 adds -slope * sqrt(distance).
+        sink: (N), floating point: for every query head the score of one more key, which has no
+            value and which scale, bias, mask and dropout leave as it is.
+        query_rope: the rotary part of query as a separate tensor: query's shape with Dr instead of
+            D. Requires key_rope.
+        key_rope: the rotary part of key, with key's heads.
 
     Returns:
         out, in query's layout with head size Dv, and the statistics that the backward reads:

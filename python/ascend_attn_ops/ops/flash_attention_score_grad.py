@@ -42,7 +42,7 @@ def flash_attention_score_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`flash_attention_score`, which autograd calls by itself.
 
-    The keywords are the forward's, with the values that it had. The specification has the formulas.
+    The keywords are the forward's, with the values that it had.
 
     Args:
         query, key, value: as in the forward.
@@ -50,7 +50,6 @@ def flash_attention_score_grad(
         softmax_max, softmax_sum: statistics from the forward.
         attention_in: out from the forward.
         d_softmax_sum: gradient of softmax_sum, in its shape; the eight values of a row are added.
-            softmax_max counts as constant, so that it carries all of the log-sum-exp's gradient.
             Beside dy, the NPU launches the function a second time for it.
 
     Returns:

@@ -43,45 +43,33 @@ def fused_infer_attention_score(
 ) -> tuple[Tensor, Tensor]:
     """Attention for serving, without gradients: prefill, chunked prefill and decoding.
 
-    With S the scores of a row and, if it has one, the sink of its head::
-
-        S   = (query @ key^T + query_rope @ key_rope^T) * scale_value
-        lse = log(sum(exp(S[kept])) + exp(sink))
-        out = exp(S[kept] - lse) @ value[kept]
-
-    Without a sink, exp(sink) is left out. A row that keeps no key is zero, and its lse is -inf or
-    the sink, so that :func:`attention_update` merges it with other parts. Rows behind the valid
-    length of their batch are zero, and their lse is -inf. For gradients, use
-    :func:`flash_attention_score`.
+    Rows that keep no key are zero; their lse is -inf or the sink, so that :func:`attention_update`
+    merges them with other parts. For gradients, use :func:`flash_attention_score`.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (B, Sq, N, D) in BSND, (B, N, Sq, D) in BNSD, (T, N, D)
             in TND, (N, T, D) in NTD; float16 or bfloat16 (float32 and float64 as well when the
-            device limits are off). T is the number of tokens of all sequences.
+            device limits are off), or int8 with dequant_scale_query.
         key: contiguous keys as query, with Skv tokens and Nk heads: query head n reads key head
-            n // (N / Nk). With block_table the pages of a cache, which are read where they are:
-            (num_blocks, block_size, Nk*D), which flatten(2) makes of (num_blocks, block_size, Nk,
-            D), (num_blocks, Nk, block_size, D) or, in fractals (NZ), (num_blocks, Nk, D/16,
-            block_size, 16). block_size is a multiple of 16. Pages whose last axis is not contiguous
-            are copied.
+            n // (N / Nk). With block_table the pages of a cache: (num_blocks, block_size, Nk*D),
+            which flatten(2) makes of (num_blocks, block_size, Nk, D), (num_blocks, Nk, block_size,
+            D) or, in fractals (NZ), (num_blocks, Nk, D/16, block_size, 16).
         value: as key; its head size Dv may differ.
         num_heads: N, the number of query heads. BSH needs it.
         num_key_value_heads: Nk, a divisor of N; 0 for N.
         layout: that of query, contiguous key and out: "BSH", "BSND", "BNSD" or "TND". Pairs such as
             "BNSD_BSND" and "TND_NTD" name another layout of out.
-        atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (B, Sq,
-            Skv), (1, Sq, Skv), (B, 1, Sq, Skv), (1, 1, Sq, Skv), (Sq, Skv), or where Sq is 1 (B,
-            Skv); further rows and columns are ignored. With pages, Skv is what block_table has room
-            for. Layouts TND and NTD take no full mask. Modes 2 to 4 need no mask.
+        atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (1 or B,
+            Sq, Skv), (1 or B, 1, Sq, Skv), (Sq, Skv), or where Sq is 1 (B, Skv); further rows and
+            columns are ignored. TND and NTD take no full mask. Modes 2 to 4 need no mask.
         actual_seq_lengths_query: in TND and NTD the cumulative sequence lengths, which end with T.
             In other layouts how many of the Sq queries are valid, for each batch, or one number for
             all of them; None or empty: all Sq. A tensor or a list; a tensor on the NPU makes the
             call wait for it.
         actual_seq_lengths_key: the same for contiguous keys. With block_table, the number of keys
             of each sequence in all layouts, and required.
-        block_table: (B, M) integers, the blocks of each sequence in order. Only the numbers of
-            blocks that are read are checked, on the CPU in every call.
-        block_size: that of key, or 0; ignored without block_table.
+        block_table: (B, M) integers, the blocks of each sequence in order.
+        block_size: that of key, a multiple of 16, or 0; ignored without block_table.
         query_rope: further channels of query, (.., Dr) instead of (.., D), as multi-head latent
             attention has them.
         key_rope: as query_rope, of key, in the same pages.
@@ -94,17 +82,15 @@ def fused_infer_attention_score(
             mask keeps all keys.
         inner_precise: 0 to 3, how the device computes; the CPU ignores it.
         return_softmax_lse: whether softmax_lse is computed.
-        key_antiquant_scale: what int8 keys are multiplied with, in fractal pages (num_blocks, Nk,
-            D/32, block_size, 32). Mode 0: in query's dtype, (Nk*D,) in layout BSH, (Nk, 1, D) in
-            BNSD, (Nk, D) in others. Mode 1: float32 (float64 for float64 inputs), (B, S), of key j
-            of each sequence in column j; S is at least what block_table has room for.
+        key_antiquant_scale: scales of int8 keys, which are in fractals (num_blocks, Nk, D/32,
+            block_size, 32). Mode 0: in query's dtype, (Nk*D,) in layout BSH, (Nk, 1, D) in BNSD,
+            (Nk, D) in others. Mode 1: float32 (float64 for float64 inputs), (B, S), one for key j
+            of each sequence. Beside an int8 query: float32, (1,).
         value_antiquant_scale: the same of value, with Dv; both or none.
         key_antiquant_mode: 0, a scale for each channel, or 1, for each token.
         value_antiquant_mode: as key_antiquant_mode.
-        dequant_scale_query: float32, query's shape without D, (B, Sq, N) in layout BSH: what an
-            int8 query and query_rope, which is not quantised, are multiplied with. Then both ropes
-            are given, in bfloat16, as out is, and the scales of key and value are float32 of (1,),
-            in mode 0; that of key multiplies key_rope as well.
+        dequant_scale_query: scales of an int8 query: float32, query's shape without D, (B, Sq, N)
+            in layout BSH. Requires bfloat16 ropes, which the scales multiply as well.
         query_quant_mode: 3 beside dequant_scale_query.
 
     Returns:

@@ -35,15 +35,8 @@ def prompt_flash_attention(
 ) -> Tensor:
     """Attention of every query over the keys that its mask keeps, without gradients.
 
-    With S the scores of a row::
-
-        S   = query @ key^T * scale_value
-        P   = exp(S - max(S[kept]));  out = P[kept] @ value[kept] / sum(P[kept])
-
-    With int8 query, key and value, S is multiplied by deq_scale1, P by quant_scale1 and rounded to
-    int8, and out is multiplied by deq_scale2, which includes 1 / quant_scale1. With quant_scale2
-    the output is int8. Rows after the valid length of their batch and rows that keep no key are
-    zero, in int8 as well. For gradients, use :func:`flash_attention_score`.
+    Rows after the valid length of their batch and rows that keep no key are zero, in int8 as well.
+    For gradients, use :func:`flash_attention_score`.
 
     Args:
         query: (B, Sq, N*D) in layout BSH, (B, Sq, N, D) in BSND, (B, N, Sq, D) in BNSD and
@@ -53,20 +46,19 @@ def prompt_flash_attention(
         value: as key.
         num_heads: N, the number of query heads. BSH needs it.
         atten_mask: bool, int8 or uint8, **True (1) masks a key out**. sparse_mode 0 and 1: (Sq,
-            Skv), (B, Sq, Skv), (1, Sq, Skv), (B, 1, Sq, Skv) or (1, 1, Sq, Skv); further rows and
-            columns are ignored. Modes 2 to 4 need no mask.
+            Skv), (1 or B, Sq, Skv) or (1 or B, 1, Sq, Skv); further rows and columns are ignored.
+            Modes 2 to 4 need no mask.
         actual_seq_lengths_query: how many of the Sq queries are valid, for each batch, or one
             number for all of them; further numbers are ignored. None or empty: all Sq. A tensor or
             a list; a tensor on the NPU makes the call wait for it.
         actual_seq_lengths_key: as actual_seq_lengths_query, for key.
-        deq_scale1: one float32, or one uint64 whose low half holds the upper 19 bits of a float32.
-            Required with int8 inputs, like quant_scale1 and deq_scale2; None otherwise.
-        quant_scale1: one float32.
-        deq_scale2: as deq_scale1, of the same dtype.
-        quant_scale2: makes the output int8. One float32 value, or, where D is a multiple of 32, one
-            for each of the N * D channels; or the half type of the inputs.
-        quant_offset2: dtype and shape of quant_scale2; None for 0. An error where the
-            mask leaves rows without keys, whose output is 0 and not the offset.
+        deq_scale1: scale of the int32 scores: one float32, or one uint64 whose low half holds the
+            upper 19 bits of a float32. Required with int8 inputs, like the next two.
+        quant_scale1: scale of the weights before they are rounded to int8; one float32.
+        deq_scale2: scale of out, with 1 / quant_scale1 in it; as deq_scale1, of the same dtype.
+        quant_scale2: makes the output int8. One value, or N * D if D is a multiple of 32; float32,
+            or the half type of the inputs.
+        quant_offset2: dtype and shape of quant_scale2; None for 0.
         scale_value: factor of the scores; None for 1 / sqrt(D).
         pre_tokens: sparse_mode 0 with a mask, and 4: how many keys before the diagonal are kept.
         next_tokens: how many after it.
