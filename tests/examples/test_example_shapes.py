@@ -28,9 +28,10 @@ DEVICES = [Device("A2", "9.1"), Device("A2", "8.5"), Device("A3", "9.1")]
 
 
 def python_blocks(page: Path) -> list[str]:
-    """The blocks that sphinx runs; a ```py block is not run."""
+    """The blocks that sphinx runs; a ```py block is not run, nor one that shows an error."""
     text = page.read_text(encoding="utf-8")
-    return [textwrap.dedent(x) for x in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
+    blocks = r"^```python\n((?:(?!```).*\n)*)```\n(?!\n```text\n\w+Error: )"
+    return [textwrap.dedent(x) for x in re.findall(blocks, text, re.M)]
 
 
 # This page lifts the limits throughout and takes long; building the docs runs it.
