@@ -31,10 +31,6 @@ def lightning_indexer(
 ) -> tuple[Tensor, Tensor]:
     """Score the keys for each query token and select the `sparse_count` best.
 
-    ::
-
-        score[i, s] = sum over heads h of weights[i, h] * relu(query[i, h] . key[s])
-
     Differentiable with respect to query, key and weights through the returned values, unless
     cmp_ratio is above 1.
 
@@ -42,12 +38,12 @@ def lightning_indexer(
         query: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; float16 or bfloat16 (float32
             and float64 as well when the device limits are off).
         key: (B, S2, 1, Didx) or (T2, 1, Didx), or with layout_key "PA_BSND" a cache, (num_blocks,
-            block_size, 1, Didx), with any gaps between its blocks; query's dtype.
+            block_size, 1, Didx); query's dtype.
         weights: (B, S1, Nidx) or (T1, Nidx); query's dtype or float32. May be negative. The
             gradient and some NPUs require query's dtype.
         actual_seq_lengths_query: B whole numbers, a tensor or a list. BSND: valid tokens per batch,
-            optional; padding is ignored and gets zero gradients. TND: required, cumulative lengths
-            without a leading 0 (3, 5, 9 for lengths 3, 2, 4).
+            optional. TND: required, cumulative lengths without a leading 0 (3, 5, 9 for lengths 3,
+            2, 4).
         actual_seq_lengths_key: as actual_seq_lengths_query, for key. With "PA_BSND" required: the
             number of keys of each sequence, not cumulative, in either layout.
         layout: "BSND" or "TND", of the queries.
@@ -59,21 +55,17 @@ def lightning_indexer(
         return_values: also return the scores of the selected keys; not with "PA_BSND".
         layout_key: None or as layout; or "PA_BSND": key s of sequence b is row s % block_size of
             block block_table[b, s // block_size] of the cache.
-        block_table: (B, M), int32 or int64; with "PA_BSND" only. Blocks behind the last key of a
-            sequence are not read.
-        cmp_ratio: how many tokens a key stands for; DeepSeek-V4 compresses keys. In mode 3 the
-            query at position i of its sequence then sees the keys whose tokens are complete,
-            (P - Lq + i + 1) // cmp_ratio of them, where the keys stand for P tokens. NPUs want
-            float32 weights beside a ratio above 1.
-        cmp_residual_key: (B,): P - cmp_ratio * Lk, the tokens behind the last complete key,
-            in [0, cmp_ratio). None: P = Lq, the tokens of the queries, as in training.
+        block_table: (B, M), int32 or int64; with "PA_BSND" only.
+        cmp_ratio: tokens per key, above 1 for the compressed keys of DeepSeek-V4. NPUs want float32
+            weights beside it.
+        cmp_residual_key: (B,): the tokens behind the last complete key, in [0, cmp_ratio). None:
+            the keys stand for the tokens of the queries, as in training.
 
     Returns:
-        sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): the indices of the
-        keys in their sequence, best first, equal scores by index, padded with -1; and
-        sparse_values, their scores in query's dtype and the same shape, padded with -inf; (0,)
-        without return_values. With cmp_ratio above 1 the scores are float32 (float64 for float64
-        inputs).
+        sparse_indices, int32, (B, S1, 1, K) or (T1, 1, K): the indices of the keys in their
+        sequence, best first, equal scores by index, padded with -1; and sparse_values, their scores
+        in query's dtype and the same shape, padded with -inf; (0,) without return_values. With
+        cmp_ratio above 1 the scores are float32 (float64 for float64 inputs).
 
     Raises:
         TypeError: a dtype is not supported or disagrees.
@@ -116,13 +108,13 @@ def lightning_indexer_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`lightning_indexer` through its values; autograd calls this by itself.
 
-    The other keywords are the forward's, with the same values. The specification has the formulas.
+    The other keywords are the forward's, with the same values.
 
     Args:
         query, key, weights: as in the forward; the NPU wants weights in query's dtype.
         d_values: gradient of sparse_values; shaped as sparse_indices, query's dtype.
-        sparse_indices: from the forward, (B, S1, 1, K) or (T1, 1, K); as d_values also without the
-            axis of heads, (B, S1, K) or (T1, K). The first min(K, visible keys) slots are read.
+        sparse_indices: from the forward; as d_values also without the axis of heads, (B, S1, K) or
+            (T1, K). The first min(K, visible keys) slots are read.
         deterministic: as in :func:`sparse_flash_attention`.
 
     Returns:
