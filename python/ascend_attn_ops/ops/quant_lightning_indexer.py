@@ -31,18 +31,13 @@ def quant_lightning_indexer(
 ) -> Tensor:
     """Score int8 keys for each int8 query token and select the `sparse_count` best.
 
-    ::
-
-        score[i, s] = key_dequant_scale[s] * sum over heads h of
-            weights[i, h] * query_dequant_scale[i, h] * relu(query[i, h] . key[s])
-
     :func:`quantize_index_keys` makes int8 numbers and scales of queries and of keys. An operator
     for inference, without a gradient.
 
     Args:
         query: (B, S1, Nidx, Didx), or (T1, Nidx, Didx) in layout TND; int8.
         key: (B, S2, 1, Didx) or (T2, 1, Didx), or with layout_key "PA_BSND" a cache, (num_blocks,
-            block_size, 1, Didx), with any gaps between its blocks; int8.
+            block_size, 1, Didx); int8.
         weights: (B, S1, Nidx) or (T1, Nidx); float16, or float32 when the device limits are off.
             May be negative.
         query_dequant_scale: as weights, the scale of each row of query.
