@@ -34,40 +34,28 @@ def sparse_flash_attention(
     """Attention of each query token over the keys that `sparse_indices` selects for it.
 
     The absorbed form of multi-head latent attention: one key/value head of a latent part (size D)
-    and a rope part (size Dr) serves all N1 query heads. With `pos` the selected keys of a row::
-
-        s   = scale_value * (query @ key[pos]^T + query_rope @ key_rope[pos]^T)
-        out = softmax(s) @ value[pos]
-
-    Differentiable with respect to query, key, value, query_rope and key_rope, through out and
-    through softmax_sum, by which :func:`log_sum_exp` is. **To train on an NPU, every row has to
-    select min(K, visible) keys or blocks**: the kernel of the gradient reads that many slots, and
-    -1 in one of them makes it read outside its tensors. If your own scores mask keys, let a row
-    select them after all others, and use -1 only behind its visible keys::
-
-        scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        values, indices = scores.topk(min(K, scores.shape[-1]))
-        sparse_indices = indices.masked_fill(values == -torch.inf, -1).int()
-
-    To attend to fewer keys, choose a smaller K. :func:`lightning_indexer` selects in this way.
+    and a rope part (size Dr) serves all N1 query heads. Differentiable with respect to query, key,
+    value, query_rope and key_rope, through out and through softmax_sum, by which
+    :func:`log_sum_exp` is. **To train on an NPU, every row has to select min(K, visible) keys or
+    blocks**, as :func:`lightning_indexer` does: the kernel of the gradient reads that many slots,
+    and -1 in one of them makes it read outside its tensors. To attend to fewer keys, choose a
+    smaller K.
 
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
             float64 as well when the device limits are off).
         key: (B, S2, 1, D) or (T2, 1, D), or with layout_kv "PA_BSND" a cache, (num_blocks,
-            block_size, 1, D), with any gaps between its blocks; query's dtype.
+            block_size, 1, D); query's dtype.
         value: as key. Under device limits it has key's numbers, as in absorbed MLA: the NPU reads
             key in its place.
         sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads. Keys, or
             blocks of `sparse_block_size` keys, counted from the first key of the sequence. The
-            first min(K, visible blocks) slots are read. The first -1 ends a row; an index that
-            occurs twice counts twice.
+            first min(K, visible blocks) slots are read, up to the first -1.
         scale_value: factor of the scores: 1 / sqrt(head size before absorption), times the square
             of YaRN's mscale if the checkpoint uses it.
         actual_seq_lengths_query, actual_seq_lengths_key: as in :func:`lightning_indexer`.
         query_rope: (B, S1, N1, Dr) or (T1, N1, Dr); query's dtype. Pass both ropes or neither
-            (NoPE): the NPU then reads zeros, from a buffer that all calls share.
+            (NoPE).
         key_rope: (B, S2, 1, Dr) or (T2, 1, Dr), or a cache like key's; query's dtype.
         sparse_block_size: keys per index; with "PA_BSND" a divisor of block_size.
         layout: "BSND" or "TND", of the queries.

@@ -35,20 +35,16 @@ def sparse_flash_attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of :func:`sparse_flash_attention`, which autograd calls by itself.
 
-    **On an NPU every row has to select min(K, visible) keys or blocks**:
-    :func:`sparse_flash_attention` shows how to choose them.
-
-    The keywords are the forward's, with the same values; pre_tokens and next_tokens stay at their
-    defaults. The specification has the formulas.
+    **On an NPU every row has to select min(K, visible) keys or blocks**, and no row may select its
+    last visible block twice. The keywords are the forward's, with the same values; pre_tokens and
+    next_tokens stay at their defaults.
 
     Args:
-        query, key, value, sparse_indices: as in the forward. On the NPU, the slots that are read
-            must not hold -1, see there, and no row may select its cut block twice.
+        query, key, value, sparse_indices: as in the forward.
         d_out: gradient of out; out's shape and dtype. None, beside d_softmax_sum: zeros.
         out, softmax_max, softmax_sum: results of the forward.
         d_softmax_sum: gradient of softmax_sum, in its shape. softmax_max counts as constant, so
-            that it carries all of the log-sum-exp's gradient. Beside d_out, the NPU launches the
-            function a second time for it. It takes bfloat16 inputs alone.
+            that it carries all of the log-sum-exp's gradient. The NPU takes it for bfloat16 alone.
 
     Returns:
         d_query, d_key, d_value, d_query_rope, d_key_rope, each with the shape and dtype of its
