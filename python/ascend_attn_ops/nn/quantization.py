@@ -152,21 +152,17 @@ def quantize_latent(latent: Tensor, key_rope: Tensor) -> Tensor:
     """Make the rows of an int8 latent cache, 656 bytes a token.
 
     Each row has the 512 elements of the latent in int8, the rope as it is, and four float32 scales,
-    one for 128 elements. With a = max(abs(x)) over these, in float32::
-
-        x8 = round(x * (127 * (1 / a))),  scale = a * (1 / 127)
-
-    as npu_dynamic_block_quant has it: ties go to even, and a tile of zeros has the scale 0.
-    :func:`scatter_pa_kv_cache_` writes the rows to a cache (num_blocks, block_size, 1, 656): they
-    are its `key`.
+    one for 128 elements: a / 127 with a = max(abs(x)). Ties go to even, as in
+    npu_dynamic_block_quant. :func:`scatter_pa_kv_cache_` writes the rows, its `key`, to a cache
+    (num_blocks, block_size, 1, 656).
 
     Args:
         latent: (..., 512), after its norm; float16, bfloat16 or float32.
         key_rope: (..., 64), rotated; the dtype of the queries, of 16 bits on devices.
 
     Returns:
-        The rows, (..., 656), int8. Other sizes, C and Dr, have rows of C + Dr elements of
-        key_rope's dtype + 4 ceil(C / 128) bytes: :func:`kv_quant_sparse_flash_attention` takes them
+        The rows, (..., 656), int8. Other sizes, C and Dr, have rows of C bytes, Dr elements of
+        key_rope's dtype and 4 ceil(C / 128) bytes, for :func:`kv_quant_sparse_flash_attention`
         with the device limits off.
 
     Raises:
@@ -201,12 +197,8 @@ def quantize_latent(latent: Tensor, key_rope: Tensor) -> Tensor:
 def quantize_index_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise the keys, or the queries, of an indexer to int8, with one scale for each row.
 
-    With a = max(abs(x)) over the last axis, in float32::
-
-        x8 = round(x * (127 / a)),  scale = a * (1 / 127)
-
-    as npu_dynamic_quant has it: ties go to even, and a row of zeros has the scale 0. float16 cannot
-    represent scales below 6e-8 either: such a key has the score 0.
+    The scale is a / 127 with a = max(abs(x)) of the row. Ties go to even, as in npu_dynamic_quant.
+    float16 cannot represent scales below 6e-8: such a key has the score 0.
 
     Args:
         keys: (..., D), rotated by a Hadamard matrix where the model has one; float16, bfloat16 or

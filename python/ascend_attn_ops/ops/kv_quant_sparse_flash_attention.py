@@ -33,22 +33,16 @@ def kv_quant_sparse_flash_attention(
 ) -> Tensor:
     """:func:`sparse_flash_attention` over a latent cache in int8, for inference.
 
-    A row of the cache has 656 bytes: 512 int8 numbers, the 64 elements of the rope in query's
-    dtype, and four float32 scales, one for each tile of 128 numbers. With `pos` the selected keys
-    of a row, as :func:`sparse_flash_attention` has them::
-
-        latent = numbers * scale of the tile      in float32, rounded to query's dtype
-        s      = scale_value * query @ [latent, rope][pos]^T
-        out    = softmax(s) @ latent[pos]
-
-    In bfloat16 a row has 1152 bytes. Only the selected rows are dequantised.
+    A row of the cache has 656 bytes, as :func:`quantize_latent` makes them: 512 int8 numbers, the
+    64 elements of the rope in query's dtype, and four float32 scales, one for each tile of 128
+    numbers. Only the selected rows are dequantised.
 
     Args:
         query: (B, S1, N1, 576), or (T1, N1, 576) in layout TND: the latent part, then the rope;
             float16 or bfloat16. With the device limits off, also float32 and float64, whose ropes
             take as many bytes in a row, and other sizes.
         key: the rows, int8: (B, S2, 1, 656) or (T2, 1, 656), or with layout_kv "PA_BSND" a cache,
-            (num_blocks, block_size, 1, 656), with any gaps between its blocks.
+            (num_blocks, block_size, 1, 656).
         value: any tensor, which is not read: the latent part of key is its own value.
         sparse_indices, scale_value, actual_seq_lengths_query, actual_seq_lengths_key, layout,
             sparse_mode, pre_tokens, next_tokens, layout_kv, block_table: as in
@@ -66,19 +60,16 @@ def kv_quant_sparse_flash_attention(
 
     Example:
         >>> import torch, ascend_attn_ops
-        >>> numbers = torch.arange(4, dtype=torch.int8).view(4, 1, 1).expand(4, 1, 512)
-        >>> rope = torch.zeros(4, 1, 64, dtype=torch.bfloat16)
-        >>> scales = torch.full((4, 1, 4), 0.5)
-        >>> rows = torch.cat([numbers, rope.view(torch.int8), scales.view(torch.int8)], -1)
+        >>> latent = torch.arange(4.0).view(4, 1, 1).expand(4, 1, 512)
         >>> cache = torch.zeros(1, 16, 1, 656, dtype=torch.int8)
-        >>> cache[0, :4] = rows
+        >>> cache[0, :4] = ascend_attn_ops.quantize_latent(latent, torch.zeros(4, 1, 64).bfloat16())
         >>> out = ascend_attn_ops.kv_quant_sparse_flash_attention(
         ...     torch.zeros(1, 8, 576, dtype=torch.bfloat16), cache, cache,
         ...     torch.tensor([[[1, 3]]], dtype=torch.int32), scale_value=192**-0.5, layout="TND",
         ...     layout_kv="PA_BSND", block_table=torch.tensor([[0]], dtype=torch.int32),
         ...     actual_seq_lengths_query=[1], actual_seq_lengths_key=[4])
-        >>> out[0, 0, :2].tolist()  # the mean of 1 * 0.5 and 3 * 0.5
-        [1.0, 1.0]
+        >>> out[0, 0, :2].tolist()  # the mean of 1 and 3
+        [2.0, 2.0]
 
     Source: docs/operators/kv_quant_sparse_flash_attention.md; CANN has no document of
     aclnnKvQuantSparseFlashAttention.
