@@ -25,14 +25,11 @@ def compress_keys(
     """Compressed keys before their norm and rope: for each window of tokens a weighted mean.
 
     With r = position_bias.shape[0], window w of a sequence holds its tokens w * r to w * r + r - 1.
-    For each feature by itself::
-
-        weights = softmax(logits + position_bias[t mod r]) over the tokens of the window
-        key[w]  = sum(weights * values)
-
-    With `overlap`, values and logits have 2 * D features, and a window also has the r tokens before
-    it: theirs are the first D features, its own the last D. The last L mod r tokens of a sequence
-    of L make no key yet. The softmax is computed in float32. Differentiable.
+    For each feature by itself, key[w] is the mean of values over the tokens t of the window, with
+    the weights softmax(logits + position_bias[t mod r]), in float32. With `overlap`, values and
+    logits have 2 * D features, and a window also has the r tokens before it: theirs are the first D
+    features, its own the last D. The last L mod r tokens of a sequence of L make no key yet.
+    Differentiable.
 
     Args:
         values: (B, S, F), or (T, F) with actual_seq_lengths; F is D, or 2 * D with `overlap`.

@@ -115,11 +115,10 @@ def sparse_flash_mla_with_indexer_loss(
 ) -> Tensor:
     """:func:`sparse_flash_mla` whose backward also trains the indexer that selected its keys.
 
-    The gradients of query_index, key_index and weights are `indexer_loss_weight` times those of the
-    sum over all rows of ``sum(p * log(p / y))``, with p the weights of the attention on the
-    selected keys, averaged over the heads, and y the softmax of the indexer's scores. The backward
-    of the attention computes p, so the gradient of the loss starts there. Detach from the model
-    what query_index, key_index and weights are made of: otherwise the loss changes the model too.
+    The indexer's loss is :func:`lightning_indexer_kl_loss` with the attention's weights on the
+    selected keys as its target. The backward of the attention computes them, so the gradient of the
+    loss starts there. Detach from the model what query_index, key_index and weights are made of:
+    otherwise the loss changes the model too.
 
     Args:
         query, ori_kv, cmp_kv, cmp_sparse_indices: as in :func:`sparse_flash_mla`.

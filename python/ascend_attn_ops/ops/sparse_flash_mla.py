@@ -36,24 +36,15 @@ def sparse_flash_mla(
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query to a window, to compressed keys and to a sink, as in DeepSeek-V4.
 
-    One key head serves all N1 query heads, and a key is its own value. With `kv` the keys that a
-    row sees, original and compressed ones together::
-
-        s   = scale_value * query @ kv^T
-        lse = log(exp(sink) + sum(exp(s)))
-        out = exp(s - lse) @ kv
-
-    The arguments choose the kind of the layer: without `cmp_kv` a query sees its window alone
-    (SWA); with `cmp_kv` also every compressed key that is complete (HCA); with
-    `cmp_sparse_indices` those compressed keys that an indexer selects (CSA).
+    One key head serves all N1 query heads, and a key is its own value. Without `cmp_kv` a query
+    sees its window alone (SWA); with `cmp_kv` also every compressed key that is complete (HCA);
+    with `cmp_sparse_indices` those compressed keys that an indexer selects (CSA).
 
     out and softmax_lse are differentiable with respect to query, ori_kv, cmp_kv and sink, but not
-    twice. If gradients flow into both, the NPU launches the gradient twice; one into softmax_lse
-    needs bfloat16 inputs there. A2 and A3 cannot compute the gradient deterministically: under
-    torch.use_deterministic_algorithms(True) it raises there, except with warn_only=True. **On an
-    NPU, give every row exactly min(K, n) indices, valid ones first**, where n is the number of
-    compressed keys that it sees, and let the last cumulative length in layout TND be T1 if you
-    train: the kernels read memory that is not theirs otherwise.
+    twice. **On an NPU, give every row exactly min(K, n) indices, valid ones first**, where n is the
+    number of compressed keys that it sees, and let the last cumulative length in layout TND be T1
+    if you train: the kernels read memory that is not theirs otherwise. A2 and A3 cannot compute the
+    gradient deterministically.
 
     Args:
         query: (B, S1, N1, D), or (T1, N1, D) in layout TND; float16 or bfloat16 (float32 and
@@ -61,11 +52,10 @@ def sparse_flash_mla(
         ori_kv: the original keys, one per token: (B, S2, 1, D) or (T2, 1, D), or with layout_kv
             "PA_BSND" a cache, (num_blocks, block_size, 1, D); query's dtype.
         cmp_kv: the compressed keys, one for `cmp_ratio` tokens: (B, S3, 1, D) or (T3, 1, D), or a
-            cache; query's dtype. A sequence shorter than cmp_ratio has none.
+            cache; query's dtype.
         cmp_sparse_indices: (B, S1, 1, K) or (T1, 1, K), also without the axis of heads.
-            Compressed keys, counted from the first of the sequence. The first min(K, n) are read.
-            The first -1 ends a row; a key that the row does not see is passed over; an index that
-            occurs twice counts twice.
+            Compressed keys, counted from the first of the sequence. The first min(K, n) are read,
+            up to the first -1.
         scale_value: factor of the scores: D**-0.5 in DeepSeek-V4.
         sink: (N1,), float32 (float64 for float64 inputs): a logit per head that has no value. None:
             an ordinary softmax, which the NPU does not have.
@@ -77,10 +67,9 @@ def sparse_flash_mla(
         cmp_ratio: tokens per compressed key; ignored without cmp_kv.
         ori_mask_mode: the original keys that a query sees. Queries are aligned with the end of the
             keys. 4: a window of `ori_win_left` earlier and `ori_win_right` later keys and its own;
-            3: all keys up to its own, whatever the windows are; 0: all keys.
+            3: all keys up to its own; 0: all keys.
         cmp_mask_mode: the compressed keys that a query sees. 3: those whose tokens end at its own
-            or before; 0: all. In ori_mask_mode 3 and 4, a query before the first original key sees
-            none.
+            or before; 0: all.
         ori_win_left, ori_win_right: earlier and later keys in the window; -1 for all.
         layout: "BSND" or "TND", of the queries.
         deterministic: as in :func:`sparse_flash_attention`.

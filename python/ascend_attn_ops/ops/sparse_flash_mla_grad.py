@@ -38,22 +38,19 @@ def sparse_flash_mla_grad(
 
     It also returns the probabilities of the selected keys, the mean over the heads, which are the
     target that an indexer learns from. The keywords are the forward's, with the same values. **On
-    an NPU, the last cumulative length in layout TND must be T1.** The specification has the
-    formulas.
+    an NPU, the last cumulative length in layout TND must be T1.**
 
     Args:
         query, ori_kv, cmp_kv, cmp_sparse_indices: as in the forward.
         d_out: gradient of out; out's shape and dtype. None, beside d_softmax_lse: zeros.
         out, softmax_lse: results of the forward.
-        d_softmax_lse: gradient of softmax_lse, in its shape. Beside d_out, the NPU launches the
-            function a second time for it. It takes bfloat16 inputs alone.
+        d_softmax_lse: gradient of softmax_lse, in its shape. The NPU takes it for bfloat16 alone.
 
     Returns:
         d_query, d_ori_kv, d_cmp_kv and d_sink, each with the shape and dtype of its tensor;
         cmp_softmax_l1_norm, with the shape of cmp_sparse_indices, float32 (float64 for float64
-        inputs). It is 0 in slots that no row reads. The sum of a row is the share of the attention
-        that its selected keys have, which is below 1. A result whose argument is None is empty,
-        (0,).
+        inputs): 0 in slots that no row reads. The sum of a row is the share of the attention that
+        its selected keys have, which is below 1. A result whose argument is None is empty, (0,).
 
     Raises:
         As :func:`sparse_flash_mla`.
