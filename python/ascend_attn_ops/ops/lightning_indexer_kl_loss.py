@@ -42,15 +42,11 @@ def lightning_indexer_kl_loss(
 ) -> Tensor:
     """The KL loss between the main attention and the indexer, a differentiable scalar.
 
-    Over the keys selected for a query token, p is the attention averaged over the heads (the
-    target) and y the softmax of the indexer's scores::
-
-        loss = sum over tokens of sum p * (log p - log y)
-
-    Gradients flow to query_index, key_index and weights; the attention is a fixed target.
-
-    The target is computed from the attention's inputs and statistics; or, as in DeepSeek-V4, it is
-    the `target` that you pass, with None for query, key and the statistics.
+    Over the keys selected for a query token, it is ``sum p * (log p - log y)``, with p the
+    attention averaged over the heads (the target) and y the softmax of the indexer's scores.
+    Gradients flow to query_index, key_index and weights; the target is fixed. It is computed from
+    the attention's inputs and statistics; or, as in DeepSeek-V4, it is the `target` that you pass,
+    with None for query, key and the statistics.
 
     Args:
         query, key: of the main attention, as in :func:`sparse_flash_attention`.
@@ -58,8 +54,7 @@ def lightning_indexer_kl_loss(
         sparse_indices: what it has selected. For a selection with a tail of recent keys, pass the
             indexer's own K.
         softmax_max, softmax_sum: (B, 1, S1, N1) or (1, T1, N1); float32. From
-            :func:`sparse_flash_attention` over the same keys: p is not renormalised, and with other
-            statistics it does not sum to one.
+            :func:`sparse_flash_attention` over the same keys: p is not renormalised.
         scale_value: factor of the main attention's scores, as in `sparse_flash_attention`; the
             indexer's scores have none.
         query_rope, key_rope: as in :func:`sparse_flash_attention`.
@@ -76,7 +71,8 @@ def lightning_indexer_kl_loss(
             tensor with one element is read on its device. Without tokens, 0 divided by 0 is 0.
             Instead of reduction="mean".
         target: p, as sparse_indices; float32 (float64 for float64 inputs), such as the last result
-            of the attention's gradient. It may add up to less than 1: a row counts as much as that.
+            of :func:`sparse_flash_mla_grad`. It may add up to less than 1: a row counts as much as
+            that.
         normalize_target: divide each row of `target` by its sum, so that rows count alike.
         cmp_ratio, cmp_residual_key: as in :func:`lightning_indexer`; beside `target` only. Lengths
             in tensors are then read on the device, and sparse_mode may be 0.
