@@ -27,13 +27,9 @@ def sparse_lightning_indexer_kl_loss_grad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the KL loss of an indexer whose target is given, as in DeepSeek-V4.
 
-    Over the keys selected for a query token, p is the target and y the softmax of the indexer's
-    scores. The gradient of ``sum p * (log p - log y)`` by the scores is ``y * sum(p) - p``: a row
-    counts as much as its target adds up to. No loss comes out; :func:`lightning_indexer_kl_loss`
-    with ``target=`` is one that autograd differentiates.
-
-    Not to be confused with :func:`sparse_lightning_indexer_grad_kl_loss`, which computes its target
-    itself.
+    A row counts as much as its target adds up to. No loss comes out:
+    :func:`lightning_indexer_kl_loss` with ``target=`` is one that autograd differentiates.
+    :func:`sparse_lightning_indexer_grad_kl_loss` is another loss, which computes its target itself.
 
     Args:
         query_index, key_index: as query and key of :func:`lightning_indexer`.
@@ -50,8 +46,8 @@ def sparse_lightning_indexer_kl_loss_grad(
 
     Returns:
         d_query_index, d_key_index, d_weights, each with the shape and dtype of its tensor and for
-        the sum over all tokens; and softmax_out, y in its slots and 0 elsewhere, shaped as
-        sparse_indices, in the dtype of the target.
+        the sum over all tokens; and softmax_out, the softmax of the indexer's scores, 0 in
+        slots without a key, shaped as sparse_indices, in the dtype of the target.
 
     Raises:
         As :func:`sparse_flash_attention`.
