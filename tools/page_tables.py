@@ -80,7 +80,7 @@ def with_tables(page: str) -> str:
     def written(place: re.Match[str]) -> str:
         begin, kind, name, end = place.groups()
         text = limits_table(of_operator[name]) if kind == "limits" else names_table(name)
-        return f"{begin}\n{text}\n{end}"
+        return f"{begin}{text}{end}"
 
     return PLACE.sub(written, page)
 
