@@ -10,7 +10,7 @@ import ascend_attn_ops
 import pytest
 import torch
 from ascend_attn_check.gradients import gradients
-from ascend_attn_check.samples.sparse import ALL_TOKENS, LENGTHS
+from ascend_attn_check.samples.sparse import ALL_TOKENS, LENGTHS, SparseCase
 from cann_simulator import computing
 from device_samples import as_launched, is_launched, one_of_each
 from support.samples import (
@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("no_limits", "no_leak")
 each_dtype = pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float16, marks=nightly), torch.bfloat16], ids=str
 )
+
+INPUTS = ("query", "key", "value")
 
 
 def on_npu(sample: Sample) -> Sample:
@@ -62,13 +64,30 @@ def test_forward(recipe: Recipe, dtype: torch.dtype) -> None:
         assert_same_bits(cpu(place(sample).call(torch.ops.ascend)), expected)
 
 
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("operator", SPARSE_OPERATORS, ids=lambda x: x.name)
 @pytest.mark.parametrize("left_out", LENGTHS)
 def test_lengths_of_one_side(operator: Operator, left_out: str) -> None:
     """Which the launch may have to read."""
     sample = operator.make(ALL_TOKENS[left_out], torch.bfloat16)
     sample = as_launched(sample.replace(**{left_out: None}))
+    expected = sample.call(torch.ops.ascend)
+    assert_same_bits(cpu(on_npu(sample).call(torch.ops.ascend)), expected)
+
+
+@pytest.mark.parametrize("name", ["lightning_indexer", "sparse_lightning_indexer_kl_loss_grad"])
+def test_residuals_beside_an_empty_batch(name: str) -> None:
+    """The launch leaves the empty batch out, and its residual."""
+    case = SparseCase(b=3, s=(9, 4), lengths=((9, 0, 5), (4, 0, 2)), ratio=2, residuals=(0, 0, 1))
+    sample = as_launched(OPERATORS[name].make(case, torch.bfloat16))
+    expected = sample.call(torch.ops.ascend)
+    assert_same_bits(cpu(on_npu(sample).call(torch.ops.ascend)), expected)
+
+
+@pytest.mark.parametrize("tokens", ["pre_tokens", "next_tokens"])
+def test_a_band_beyond_int32(tokens: str) -> None:
+    query = torch.randn(1, 20, 2, 16, dtype=torch.bfloat16)
+    options = {"layout": "BSND", "sparse_mode": 4, "scale_value": 0.25, tokens: 2**33}
+    sample = Sample("flash_attention_score", "", dict.fromkeys(INPUTS, query), options)
     expected = sample.call(torch.ops.ascend)
     assert_same_bits(cpu(on_npu(sample).call(torch.ops.ascend)), expected)
 
