@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/sparse_modes.md, each of the command beside it.
+"""Draws the pictures of docs/sparse_modes.md, each by the options in its description.
 
 python docs/_ext/sparse_modes.py
 """
@@ -17,7 +17,7 @@ from ascend_attn_ops import sparse_mode_mask
 from matplotlib.colors import ListedColormap
 
 PAGE = Path(__file__).parents[1] / "sparse_modes.md"
-PICTURE = re.compile(r"`(--mode[^`]+)`:\s+!\[[^\]]*\]\(([^)]+)\)")
+PICTURE = re.compile(r"!\[`(--mode[^`]+)`\]\(([^)]+)\)")
 COLOURS = ListedColormap(["#eceff4", "#2664ab"])
 NAMES = {"pre": "pre_tokens", "next": "next_tokens", "prefix": "prefix"}
 
@@ -30,8 +30,10 @@ def draw(command: str, file: Path) -> None:
     with_band = 0 if mode == 8 else len(sequences) - 1
     widths = [int(skv) for _, skv in sequences]
     figure, all_axes = plt.subplots(
-        1, len(sequences), squeeze=False, width_ratios=widths, figsize=(0.26 * sum(widths) + 1, 3.6)
-    )
+        1, len(sequences), squeeze=False, width_ratios=widths, layout="constrained",
+        figsize=(0.26 * sum(widths) + 1.2 * len(sequences), 4.4),
+    )  # fmt: skip
+    figure.suptitle(", ".join([f"sparse_mode {mode}", *(f"{x} {given[x]}" for x in given)]))
     for i, (axes, (sq, skv)) in enumerate(zip(all_axes[0], sequences, strict=True)):
         mask = sparse_mode_mask(mode, int(sq), int(skv), band=i == with_band, **given)
         axes.pcolormesh(mask.numpy(), cmap=COLOURS, vmin=0, vmax=1, edgecolors="white")
