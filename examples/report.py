@@ -89,13 +89,21 @@ def _smooth(values: list[float], window: int) -> list[float]:
     ]
 
 
-def _draw_curve(axes: Axes, values: list[float], warmup_steps: int, color: str) -> None:
+def draw_curve(axes: Axes, values: list[float], color: str) -> None:
+    """Every step, and the mean of the last few."""
     steps = list(range(1, len(values) + 1))
     window = max(1, len(values) // 40)
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8, label="each step")
     axes.plot(
         steps, _smooth(values, window), color=color, linewidth=2, label=f"mean of {window} steps"
     )
+    axes.set_xlim(0.5, len(values) + 0.5)
+    axes.set_xlabel("training step")
+    axes.legend(loc="best", frameon=False)
+
+
+def _draw_phases(axes: Axes, values: list[float], warmup_steps: int, color: str) -> None:
+    draw_curve(axes, values, color)
     axes.axvspan(0.5, warmup_steps + 0.5, color="#f1ead9", zorder=0)
     for start, end, name in (
         (0, warmup_steps, "dense warm-up"),
@@ -105,10 +113,7 @@ def _draw_curve(axes: Axes, values: list[float], warmup_steps: int, color: str) 
             (start + end + 1) / 2, 0.97, name, transform=axes.get_xaxis_transform(),
             ha="center", va="top", color="#6b6350",
         )  # fmt: skip
-    axes.set_xlim(0.5, len(values) + 0.5)
     axes.set_ylim(0, 1.15 * sorted(values)[int(0.99 * (len(values) - 1))])
-    axes.set_xlabel("training step")
-    axes.legend(loc="best", frameon=False)
 
 
 def _draw_bars(axes: Axes, values: dict[str, float], numbers: dict[str, str]) -> None:
@@ -134,10 +139,10 @@ def plot(metrics: dict[str, Any], path: Path) -> None:
     }
     with plt.rc_context(style):
         figure, ((lm, kl), (left, right)) = plt.subplots(2, 2, figsize=(12, 8.4))
-        _draw_curve(lm, history["bits_per_byte"], metrics["warmup_steps"], COLORS["dense"])
+        _draw_phases(lm, history["bits_per_byte"], metrics["warmup_steps"], COLORS["dense"])
         lm.set_title("Language model")
         lm.set_ylabel("training loss, bits per byte")
-        _draw_curve(kl, history["kl"], metrics["warmup_steps"], COLORS["indexer"])
+        _draw_phases(kl, history["kl"], metrics["warmup_steps"], COLORS["indexer"])
         kl.set_title("Indexer against the attention it imitates")
         # After the warm-up the KL is over fewer keys, which is part of the drop between the phases.
         kl.set_ylabel("KL over the attended keys, nats per token")

@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from ascend_attn_ops.transformers import disable_dsa, enable_dsa
+from matplotlib.ticker import PercentFormatter
 from npu import register_npu
 from precision import add_dtype, autocast, choose_dtype
 from python_corpus import load_corpus, sample_windows
-from report import Progress
+from report import Progress, draw_curve
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import check_recipe, learning_rate_factor, save, saved_recipe
@@ -242,18 +243,28 @@ def captured_mass(model: Model, windows: Tensor, arguments: argparse.Namespace) 
 def plot(metrics: dict[str, Any], path: Path) -> None:
     """The language model's loss, that of the indexers, and what they capture."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2))
-    titles = ("Language model, bits per byte", "Indexers' loss, nats per token")
-    for axis, title, curve in zip(axes[:2], titles, metrics["history"].values(), strict=True):
-        axis.plot(range(1, len(curve) + 1), curve, color="#c8552b")
-        axis.set(title=title, xlabel="training step")
+    curves = (
+        ("Language model", "training loss, bits per byte", "#333333"),
+        ("Indexers against the attention", "training loss, nats per token", "#c8552b"),
+    )
+    for axis, (title, unit, color), curve in zip(
+        axes[:2], curves, metrics["history"].values(), strict=True
+    ):
+        draw_curve(axis, curve, color)
+        axis.set(title=title, ylabel=unit, ylim=(0, 1.05 * max(curve)))
     before, after = metrics["captured_mass"]["before"], metrics["captured_mass"]["after"]
     bars = {
-        "random k": after["random"], "indexer\nbefore": before["indexer"],
-        "indexer\nafter": after["indexer"], "ideal k": after["ideal"],
+        "random": after["random"], "indexers,\nuntrained": before["indexer"],
+        "indexers,\ntrained": after["indexer"], "best": after["ideal"],
     }  # fmt: skip
     drawn = axes[2].bar(list(bars), list(bars.values()), color="#5b84b1")
-    axes[2].bar_label(drawn, [f"{value:.0%}" for value in bars.values()])
-    axes[2].set(title=f"Weight on k = {metrics['top_k']} compressed keys", ylim=(0, 1.05))
+    axes[2].bar_label(drawn, [f"{value:.1%}" for value in bars.values()])
+    axes[2].set(
+        title=f"Weight on {metrics['top_k']} compressed keys", xlabel="how they are selected",
+        ylabel="share of all compressed keys' weight",
+        ylim=(0, 1.2 * max(bars.values())),
+    )  # fmt: skip
+    axes[2].yaxis.set_major_formatter(PercentFormatter(1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
