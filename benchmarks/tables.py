@@ -257,7 +257,6 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
         },
         numbers={"`TASK_QUEUE_ENABLE`": "{1}"},
     ),
-    "dtensor": Table("dtensor_call", "(.*)", {"call": "{0}"}, {"µs": microseconds()}),
     "simulated": Table(
         "simulated_operators", "(add|mm|index|training step.*)", {"µs per call": "{0}"},
         {"CPU": simulated("torch, CPU"), "NPU": simulated("ours, simulated NPU")},

@@ -139,7 +139,7 @@ def enable_dtensor() -> None:
 
     Each call runs the operator on local tensors and returns DTensors. Every mesh dimension may
     shard one axis of the call in equal parts: the batch, heads, or in the sparse operators query
-    tokens. docs/tutorials/dtensor.md has a table of placements; any other is an error. Nothing is
+    tokens. docs/tutorials/long_sequences.md has a table; other placements are errors. Nothing is
     communicated but gradients that arrive in the backward with another placement, and heads of the
     KL loss, which become query tokens by an all-to-all. A gradient that is a sum over the sharded
     axis is ``Partial()``. The device's limits are those of the part that a rank computes.
