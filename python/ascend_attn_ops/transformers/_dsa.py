@@ -64,11 +64,12 @@ def enable_dsa(
 
     Changes the model in place: every attention layer becomes absorbed attention over the keys that
     :func:`ascend_attn_ops.lightning_indexer` selects. Where gradients are computed, the KL loss of
-    each indexer is attached to its layer's output (:func:`ascend_attn_ops.attach_loss`): whatever
-    trains the model trains the indexers too. Parameters, config, caches, generate(), gradient
-    checkpointing, padding masks and packed sequences remain as they are; under torch.compile say
-    the lengths of a pack by cu_seq_lens_q. The logits are those of transformers but for rounding
-    and for ties at the last selected key.
+    each indexer is attached to its layer's output (:func:`ascend_attn_ops.attach_loss`). Any
+    trainer of the model also trains the indexers; transformers itself never trains them.
+    Parameters, config, caches, generate(), gradient checkpointing, padding masks and packed
+    sequences remain as they are; under torch.compile, pass the lengths of packed sequences as
+    cu_seq_lens_q. The logits are those of transformers up to rounding. If scores tie at the last
+    selected key, this library selects the earlier key; torch.topk may select either.
 
     Call it before the model is wrapped (DistributedDataParallel, FSDP) and before the optimizer is
     made; LoRA adapters may come before or after. Forward hooks on kv_b_proj are not called. Call it
