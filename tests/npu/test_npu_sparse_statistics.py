@@ -83,6 +83,15 @@ def assert_like_the_cpu(sample: Sample) -> tuple[Tensor, ...]:
     return found
 
 
+def test_rows_of_padding_are_zero() -> None:
+    """Whatever they select."""
+    sample = made(SELECTED)
+    indices = sample.inputs["sparse_indices"].clone()
+    indices[1, 2:] = 0
+    found = assert_like_the_cpu(sample.replace(sparse_indices=indices))
+    assert not found[0][1, 2:].any()
+
+
 @pytest.mark.parametrize("case", [SELECTED, WHOLE, PACKED_WHOLE], ids=lambda case: case.id)
 def test_rows_that_select_nothing_are_zero(case: SparseCase) -> None:
     """The kernel gives them other statistics."""
