@@ -6,8 +6,10 @@ These are the navigation, and the docstrings of the public names, on the page py
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import ascend_attn_ops
 from sphinx.application import Sphinx
@@ -48,9 +50,9 @@ def _entry(path: str) -> str:
     item = _item(path)
     if not inspect.isclass(item):
         return f".. autofunction:: {path}\n"
-    methods = [
-        name for name, x in vars(item).items() if inspect.isfunction(x) and not name.startswith("_")
-    ]
+    ours = [x for x in item.__mro__ if x.__module__.startswith("ascend_attn_ops.")]
+    named = {name: x for base in reversed(ours) for name, x in vars(base).items()}
+    methods = [x for x in named if not x.startswith("_") and inspect.isroutine(named[x])]
     shown = f":members: {', '.join(methods)}" if methods else ":no-members:"
     return f".. autoclass:: {path}\n   {shown}\n"
 
@@ -69,7 +71,20 @@ def _docstrings() -> Iterator[str]:
         yield f".. currentmodule:: ascend_attn_ops{where}\n\n{entries}```\n"
 
 
+def _without_links_outside(app: Sphinx, page: str, text: str) -> str:
+    """The site has no page of README and the like."""
+    folder = (Path(app.srcdir) / page).parent
+
+    def shown(link: re.Match[str]) -> str:
+        label, path = link.groups()
+        is_outside = not (folder / path).resolve().is_relative_to(Path(app.srcdir).resolve())
+        return label if is_outside else link[0]
+
+    return re.sub(r"\[([^\]\n]*)\]\((\.\./[^)#\s]*)[^)\s]*\)", shown, text)
+
+
 def _add(app: Sphinx, page: str, source: list[str]) -> None:
+    source[0] = _without_links_outside(app, page, source[0])
     added = {"index": _navigation, "python": _docstrings}
     source[0] += "".join(added[page]()) if page in added else ""
 
