@@ -6,7 +6,7 @@ Trains the language model of train_lightning_indexer.py with dense attention (or
 `--checkpoint`), captures the attention inputs of each layer on held-out text, and compares
 prompt_flash_attention with attention in float64: once on the bfloat16 tensors as they are, once on
 the same tensors in int8. Then runs the whole model with each of them. Writes errors.png and
-errors.md, which docs/tutorials/int8_prefill.md explains, to the output directory.
+errors.md to the output directory. docs/tutorials/serving.md explains the errors ("Int8 prefill").
 """
 
 from __future__ import annotations
