@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ascend_attn_ops
 import pytest
@@ -20,39 +20,18 @@ from ascend_attn_ops.torch_npu import stand_in
 from ascend_attn_ops.torch_npu.schemas import RELEASE
 from support import fresh
 from support.checkout import EXAMPLES, ROOT
+from support.pages import blocks_of
 from support.turns import nightly, seed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICES = [Device("A2", "9.1"), Device("A2", "8.5"), Device("A3", "9.1")]
 
 
-FENCE = re.compile(
-    r"^(?P<reason><!-- not run: [^\n]+ -->\n)?```python\n(?P<code>.*?)^```\n"
-    r"(?:\n```text\n(?P<output>.*?)^```\n)?",
-    re.M | re.S,
-)
-
-
-class Block(NamedTuple):
-    code: str
-    raises: bool  # the page shows an error
-
-
-def blocks_of(page: Path) -> list[Block]:
-    """The blocks that run here: a comment before the others says why they do not."""
-    found = FENCE.finditer(page.read_text(encoding="utf-8"))
-    return [
-        Block(x["code"], bool(re.search(r"^\w+Error: .*\n\Z", x["output"] or "", re.M)))
-        for x in found
-        if not x["reason"]
-    ]
-
-
 def python_blocks(page: Path) -> list[str]:
     return [block.code for block in blocks_of(page)]
 
 
-# This page lifts the limits throughout and takes long; building the docs runs it.
+# This page lifts the limits throughout and takes long; its own test runs it.
 WITHOUT_LIMITS = ROOT / "docs" / "tutorials" / "train_an_indexer.md"
 
 PAGES = {
@@ -129,8 +108,7 @@ def test_the_examples_of_a_page(
 ) -> None:
     """Blocks share their names, and those with limits of their own keep them."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"torch": torch, "ops": ascend_attn_ops}
-    torch.manual_seed(0)
+    names: dict[str, Any] = {}
     before = device_in_force()
     assert before is not None
     # Sets the default, not `with limits(...)`: a page may change the default.
@@ -171,7 +149,7 @@ def test_a_script_has_the_examples_of_first_steps() -> None:
 
 def test_every_block_of_the_readme_is_a_script(tmp_path: Path) -> None:
     blocks = python_blocks(ROOT / "README.md")
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     for block in blocks:
         script = tmp_path / "script.py"
         script.write_text(block, encoding="utf-8")

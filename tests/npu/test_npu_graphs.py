@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -16,6 +14,8 @@ import torch_npu
 from ascend_attn_check.samples.scatter_pa_kv_cache import CASES, CacheCase, build
 from device_samples import DEVICE_RECIPES, is_pack_gradient
 from fuzz.npu_graphs import Step
+from support.checkout import ROOT
+from support.pages import blocks_of
 from support.samples import Recipe, as_tuple, bytes_of
 from support.simulated_npu import (
     TASK_QUEUE,
@@ -314,8 +314,7 @@ def test_compiled_with_graphs() -> None:
 @captured
 def test_the_page() -> None:
     """Its examples run, within the limits of the device, and give what eager calls give."""
-    page = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text()
-    blocks = re.findall(r"^<!-- not run: .*\n```python\n([\S\s]*?)^```", page, re.MULTILINE)
+    blocks = [x.code for x in blocks_of(ROOT / "docs" / "graphs.md", runs=False)]
     assert len(blocks) == 3
     checks = [
         "assert torch.equal(indices, step()[0])",

@@ -217,7 +217,9 @@ def test_wrong_calls() -> None:
         assert (cache.length(first), cache.free_blocks) == (20, 1)
     layer = cache.layer(0, cache.append({first: 1}))
     layer.write(**{name: x.new_full((1, *x.shape[2:]), 3) for name, x in layer.pages.items()})
-    with pytest.raises(ValueError, match=r"PagedCache.write: part: expected one of 'key', .* 'keys'"):
+    with pytest.raises(
+        ValueError, match=r"PagedCache.write: part: expected one of 'key', .* 'keys'"
+    ):
         layer.write(keys=torch.ones(1, 1, 64))
     assert all(x[1, 4].sum() == x.sum() == 3 * x.shape[-1] for x in layer.pages.values())
     assert repr(cache).startswith("PagedCache(3 blocks of 16, 1 free; 2 sequences; 1 layers")

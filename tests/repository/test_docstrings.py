@@ -1,4 +1,4 @@
-"""Public names document arguments, results and errors, and show numbers in an example, which runs."""
+"""Public names document arguments, results and errors, and show numbers in examples, which run."""
 
 import inspect
 import re
@@ -40,7 +40,8 @@ failed = 0
 for part in {parts}:
     module = importlib.import_module(f"ascend_attn_ops.{{part}}")
     for name in module.__all__:
-        for test in doctest.DocTestFinder().find(getattr(module, name), name, module=False, globs={{}}):
+        item = getattr(module, name)
+        for test in doctest.DocTestFinder().find(item, name, module=False, globs={{}}):
             failed += doctest.DocTestRunner().run(test).failed
 sys.exit(failed)
 """

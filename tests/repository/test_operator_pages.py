@@ -1,0 +1,107 @@
+"""The tables of arguments and limits on the pages of operators, and the links of all pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ascend_attn_check.samples import OPERATORS
+from support.checkout import ROOT
+
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
+
+OPERATOR_PAGES = ROOT / "docs" / "operators"
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+
+
+def pages() -> list[Path]:
+    names = subprocess.check_output(["git", "ls-files", "*.md"], cwd=ROOT, text=True).split()
+    return [ROOT / x for x in names if (ROOT / x).exists()]
+
+
+def page_of(operator: str) -> Path:
+    """A gradient stands on the page of its forward, if it has one."""
+    stem = operator.removesuffix("_")
+    forward = OPERATOR_PAGES / f"{stem.removesuffix('_grad')}.md"
+    return forward if forward.exists() else OPERATOR_PAGES / f"{stem}.md"
+
+
+def rows_of(page: Path) -> Iterator[tuple[str, str, bool]]:
+    """The first two cells of each row of a table, and whether the second is a default."""
+    of_options = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            first, second = (x.strip() for x in re.split(r"(?<!\\)\|", line)[1:3])
+            of_options = second == "default" or (of_options and first != "argument")
+            yield first, second, of_options
+        else:
+            of_options = False
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_arguments_of_an_operator(operator: str) -> None:
+    """Each has a row on the operator's page, and an option its default."""
+    rows = list(rows_of(page_of(operator)))
+    for argument in getattr(torch.ops.ascend, operator).default._schema.arguments:
+        of_it = [row for row in rows if f"`{argument.name}`" in row[0]]
+        assert of_it, f"{argument.name} has no row"
+        # A gradient may have a default of its own, in a row of its own.
+        defaults = [x.strip("`") for _, x, of_options in of_it if of_options]
+        has_default = argument.has_default_value()
+        said = [eval(x) for x in defaults if x != "required"] if has_default else defaults
+        assert not said or (argument.default_value if has_default else "required") in said, said
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_operator_has_its_limits(operator: str) -> None:
+    text = page_of(operator).read_text(encoding="utf-8")
+    assert f"<!-- limits: {operator} -->" in text
+
+
+def test_the_tables_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import page_tables
+
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        assert text == page_tables.with_tables(text), f"{page}: run python tools/page_tables.py"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a host gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    found: Counter[str] = Counter()
+    names = set()
+    for heading in headings:
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        names.add(f"{slug}-{found[slug]}" if found[slug] else slug)
+        found[slug] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda x: str(x.relative_to(ROOT)))
+def test_the_links_of_a_page(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "`", text)):
+        path, _, anchor = link.partition("#")
+        if not re.match(r"https?://|mailto:", link):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
+def test_the_documentation_is_short() -> None:
+    """What grows is read by nobody."""
+    lines = {x: len(x.read_text(encoding="utf-8").splitlines()) for x in pages()}
+    of_docs = {x: n for x, n in lines.items() if "docs" in x.parts or x.stem.startswith("README")}
+    chinese = [n for x, n in of_docs.items() if "zh" in x.parts or ".zh" in x.name]
+    assert sum(of_docs.values()) <= 6500
+    assert sum(chinese) <= 1500
+    assert all(lines[ROOT / x] <= 110 for x in ("README.md", "README.zh.md"))
+    assert lines[ROOT / "docs/performance.md"] <= 200

@@ -1,0 +1,69 @@
+"""Every block of Python on a page runs as it is printed, and writes what the page says.
+
+The blocks of a page (support/pages.py) run in their order, in one new process, and share their
+names. In what they write, `...` stands for any text.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+from support import fresh
+from support.checkout import ROOT
+from support.pages import FENCE, blocks_of
+
+LANGUAGES = {"python", "bash", "text", "cpp", "yaml"}
+# Writes a mark before what each block writes, and the last line of an error that the page shows.
+PROGRAM = """
+import os, traceback
+os.chdir({folder!r})
+names = {{"__name__": "__main__"}}
+for at, (code, raises) in enumerate({blocks!r}):
+    print("{mark}", flush=True)
+    try:
+        exec(compile(code, f"block {{at + 1}}", "exec"), names)
+    except Exception as error:
+        if not raises:
+            raise
+        print(traceback.format_exception_only(error)[-1].strip())
+"""
+MARK = "--- a block ---"
+SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# tools/lint.py compares the blocks of Chinese pages with those of the English ones.
+PAGES = [
+    *(ROOT / x for x in ("README.md", "CONTRIBUTING.md", "simulation/README.md")),
+    *(x for x in sorted((ROOT / "docs").rglob("*.md")) if x.parent.name != "zh"),
+]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda x: str(x.relative_to(ROOT)))
+
+
+@each_page
+def test_the_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
+    if not (blocks := blocks_of(page)):
+        return
+    program = PROGRAM.format(
+        folder=str(tmp_path), blocks=[(x.code, x.raises) for x in blocks], mark=MARK
+    )
+    ended = fresh.run(program, seconds=200)
+    assert ended.status == 0, ended.err
+    written = ended.out.split(MARK + "\n")[1:]
+    check = doctest.OutputChecker()
+    for block, out in zip(blocks, written, strict=True):
+        if block.output is not None:
+            same = check.check_output(block.output, out, SAME)
+            assert same, f"{block.code}\nwrites\n{out}\nand the page says\n{block.output}"
+
+
+@each_page
+def test_a_page_shows_code_in_fences(page: Path) -> None:
+    """A fence has a language, and an error of ours stands behind the call that raises it."""
+    text = page.read_text(encoding="utf-8")
+    for block in FENCE.finditer(text):
+        assert block["language"] in LANGUAGES, block[0]
+        assert block["language"] != "text" or "ascend::" not in block["code"], block[0]
+    # Behind an empty line, four spaces make code, unless an item of a list goes on.
+    prose = FENCE.sub("", text)
+    assert not re.search(r"^(?![-*\d ]).*\n\n {4}\S", prose, re.M)
