@@ -166,6 +166,19 @@ def test_a_call_that_finds_an_executor_and_does_not_launch_gives_it_back() -> No
     assert sum(": found" in step for step in steps(log)) == 1
 
 
+def test_a_view_at_another_offset_has_an_executor_of_its_own() -> None:
+    views = torch.ones(2, 1, 4, 2, 64, dtype=torch.bfloat16, device="npu")
+    with (
+        cann_simulator.computing(False),
+        cann_simulator.keeping_executors(),
+        cann_simulator.recorded_calls() as log,
+    ):
+        for x in views:
+            ascend_attn_ops.flash_attention_score(x, x, x, layout="BSND")
+            torch.npu.synchronize()
+    assert [x["phase"] for x in attention_calls(log)] == [1, 2] * 2
+
+
 def test_another_argument_has_an_executor_of_its_own() -> None:
     sample: Sample = first("flash_attention_score").make(torch.bfloat16).to("npu")
 
