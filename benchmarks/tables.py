@@ -155,7 +155,7 @@ def widest(cpu: str) -> str:
     return ", ".join([name, *(x for x in order if x in present)][:2])
 
 
-# What the table of all processors shows of the cases that they have measured.
+# The cases that the table of all processors shows.
 COMPARED = re.compile(
     r".*S=(1024|8192) K=256 N1=(64|8) bfloat16|.*S=1024 K=256|.*S=4096 K=1024|"
     r"S=2048 N=16 D=128 (bfloat16|int8) causal.*"
@@ -228,24 +228,6 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
     "dense": Table(
         "flash_attention_score", "(.* bfloat16 (?!full).*), (.*)", {"sizes": "{0}", "": "{1}"},
         {**OURS, "SDPA takes": takes("torch SDPA"), "formula takes": takes("torch formula")},
-    ),
-    "prefill_int8": Table(
-        "prompt_flash_attention", "(.*)", {"prompts": "{0}"},
-        {
-            "int8, ms": ms(),
-            "with quantisation takes": takes("ours, from bfloat16"),
-            "bfloat16, `flash_attention_score` takes": takes("ours, flash_attention_score"),
-            "bfloat16, `prompt_flash_attention` takes": takes("ours, bfloat16"),
-        },
-        needs="ours, bfloat16",
-    ),
-    "scatter": Table(
-        "scatter_pa_kv_cache", "(.*), (paged slots), (512|32768)", {"layout": "{0}"},
-        {
-            "ours, µs": microseconds(), "flat takes": takes("flat"),
-            "by block takes": takes("by block"), "copy_ of the same bytes takes": takes("copy_"),
-        },
-        numbers={"tokens": "{2}"},
     ),
     "host_time": Table(
         "host_time", "(.*), level (1)", {"": "`{0}`"},

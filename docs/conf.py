@@ -73,7 +73,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(ProcessGroup|torch|collections|pathlib|typing|nn)\..*|Tensor|Sequence|Any|Path|"
-        r"When|(.*\.)?(Comparison|Replayed|Mask)",  # described where they are returned
+        r"When|(.*\.)?(Comparison|Replayed|Mask|Rows)",  # described where they are returned
     )
 ]
 

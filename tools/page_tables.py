@@ -35,36 +35,51 @@ def names_of(devices: list[tuple[str, str]], versions: set[str]) -> str:
     return ", ".join(f"{', '.join(products)}{some}" for some, products in with_canns.items())
 
 
-def rules_of(variants: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for the rules of an argument that the same devices have."""
+Device = tuple[str, str]
+Row = tuple[str, str]  # a quantity or an argument, and what its limit is about
+
+
+def rows_of(accepted: dict[str, Any]) -> dict[Row, str]:
+    """The limits of a device."""
+    limits = {(name, meaning): POWERS.get(x, x) for name, meaning, x in accepted["limits"]}
+    rules = {(f"`{name}`", rule.removesuffix(",")): "required" for name, rule in accepted["rules"]}
+    return {("dtype", ""): ", ".join(accepted["dtypes"])} | limits | rules
+
+
+def limits_table(operator: str, of_operator: dict[str, dict[Device, Any]]) -> str:
+    """Quantities down, devices across; devices that accept the same share a column.
+
+    A gradient's table lacks the rows that are its forward's.
+    """
+    devices = {device: rows_of(x) for device, x in of_operator[operator].items()}
+    is_gradient = operator.endswith("_grad")
+    forward = of_operator.get(operator.removesuffix("_grad"), {}) if is_gradient else {}
+    rows = list(dict.fromkeys(row for x in devices.values() for row in x))
+    for row in list(rows):
+        if forward and all(
+            device in forward and x.get(row) == rows_of(forward[device]).get(row)
+            for device, x in devices.items()
+        ):
+            rows.remove(row)
+    columns: dict[tuple[str, ...], list[Device]] = {}
+    for device, x in devices.items():
+        columns.setdefault(tuple(x.get(row, "") for row in rows), []).append(device)
+    # The rules of an argument that the same devices have share a row.
     texts: dict[tuple[str, ...], list[str]] = {}
-    for name, text in dict.fromkeys(tuple(rule) for x in variants for rule in x["rules"]):
-        marks = ("required" if (name, text) in map(tuple, x["rules"]) else "" for x in variants)
-        texts.setdefault((f"`{name}`", *marks), []).append(text.removesuffix(","))
-    return [[name, "; ".join(rules), *marks] for (name, *marks), rules in texts.items()]
-
-
-def limits_table(devices: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Quantities down, devices across; devices that accept the same share a column."""
-    columns: dict[str, list[tuple[str, str]]] = {}
-    for device, accepted in devices.items():
-        columns.setdefault(repr(accepted), []).append(device)
-    variants = [devices[same[0]] for same in columns.values()]
+    for (name, text), *cells in zip(rows, *columns, strict=True):
+        texts.setdefault((name, *cells, "" if name.startswith("`") else text), []).append(text)
     versions = {cann for _, cann in devices}
-    meanings = {name: meaning for x in variants for name, meaning, _ in x["limits"]}
-    allowed = [{name: POWERS.get(text, text) for name, _, text in x["limits"]} for x in variants]
-    rows = [
+    lines = [
         ["", "", *(names_of(same, versions) for same in columns.values())],
-        ["---"] * (2 + len(variants)),
-        ["dtype", "", *(", ".join(x["dtypes"]) for x in variants)],
-        *([n, meaning, *(x.get(n, "") for x in allowed)] for n, meaning in meanings.items()),
-        *rules_of(variants),
+        ["---"] * (2 + len(columns)),
+        *([name, "; ".join(found), *cells] for (name, *cells, _), found in texts.items()),
     ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rest = "Without the rows that are the forward's:\n\n" if forward else ""
+    return rest + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def names_table(module: str) -> str:
-    """What each public name is, by the first sentence of its docstring."""
+    """The public names, with the first sentences of their docstrings."""
     part = import_module(f"ascend_attn_ops.{module}")
     rows = []
     for name in (x for x in part.__all__ if not x.startswith("_")):
@@ -79,7 +94,7 @@ def with_tables(page: str) -> str:
 
     def written(place: re.Match[str]) -> str:
         begin, kind, name, end = place.groups()
-        text = limits_table(of_operator[name]) if kind == "limits" else names_table(name)
+        text = limits_table(name, of_operator) if kind == "limits" else names_table(name)
         return f"{begin}{text}{end}"
 
     return PLACE.sub(written, page)

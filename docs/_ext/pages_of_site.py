@@ -23,7 +23,7 @@ NAVIGATION = {
     "\N{CJK UNIFIED IDEOGRAPH-4E2D}\N{CJK UNIFIED IDEOGRAPH-6587}": "zh/index zh/*",
 }
 MODULES = ("ops", "nn", "debug", "flash_attn", "torch_npu", "distributed", "transformers")
-# What public functions return or lead to.
+# Public functions return these or lead to them.
 OTHERS = {
     "nn": ("latent_attention.LatentInputs", "lightning_indexer.IndexerProjections",
            "quantization.QuantizedAttentionInputs", "paged_cache.Step", "paged_cache.LayerPages"),

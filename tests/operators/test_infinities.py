@@ -115,7 +115,7 @@ def test_dense_gradients_of_keys_that_a_mask_hides_from_a_nan(dtype: torch.dtype
     assert d_key.isnan().any()
 
 
-# What becomes of each in each operator; docs/numerics.md has the rules.
+# An infinity or NaN in each operator; docs/numerics.md has the rules.
 
 ALL_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 VALUES = {"-inf": -torch.inf, "+inf": torch.inf, "NaN": torch.nan}
