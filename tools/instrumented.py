@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 CPU, NPU = ROOT / ".venv/bin/python", ROOT / ".venv-npu/bin/python"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 PACKAGES = ("python", "simulation")
-# Builds compile, and pytest collects, all of these that a copy has.
-FOUND_BY_NAME = ("**/csrc/**/*.cpp", "tests/**/*.py", "simulation/tests/**/*.py")
+# Builds compile, Python imports, and pytest collects, all of these that a copy has.
+FOUND_BY_NAME = ("**/csrc/**/*.cpp", "python/**/*.py", "tests/**/*.py", "simulation/**/*.py")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
