@@ -12,7 +12,7 @@
 # make sanitize   tests and random calls with C++ that checks itself: AddressSanitizer and UBSan;
 #              with SANITIZE_ARGS=--threads, ThreadSanitizer and the tests of several threads
 # make coverage   which lines of C++ and Python the tests execute, and which they do not
-# make mutants how many of 130 small errors in C++ and Python the tests notice
+# make mutants how many of 131 small errors in C++ and Python the tests notice
 # make lint    ruff, clang-format, mypy, spelling, English, workflows, translations
 # make docs    the documentation as a site, in out/docs/html
 # make wheel   a wheel in dist/, for the torch of PYTHON

@@ -131,11 +131,6 @@ def share_of_operators(by: By, own: str) -> str:
     return f"{by[own]['share_of_operators']:.0%}" if own.startswith("ours") else ""
 
 
-def simulated(name: str) -> Cell:
-    """Microseconds of a call, or milliseconds of a training step."""
-    return cell(lambda x: short(x["seconds"] * (1e3 if x["seconds"] > 1e-3 else 1e6)), name)
-
-
 def machine(machines: Sequence[Results]) -> str:
     about, versions = machines[0].about, machines[0].about["versions"]
     count = about["machine"]["threads"]
@@ -238,9 +233,5 @@ TABLES: dict[str, Table | Callable[[Sequence[Results]], str]] = {
             "the two bare C calls": microseconds("two phases"),
         },
         numbers={"`TASK_QUEUE_ENABLE`": "{1}"},
-    ),
-    "simulated": Table(
-        "simulated_operators", "(add|mm|index|training step.*)", {"µs per call": "{0}"},
-        {"CPU": simulated("torch, CPU"), "NPU": simulated("ours, simulated NPU")},
     ),
 }  # fmt: skip

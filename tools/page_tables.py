@@ -6,6 +6,8 @@ A table stands between two comments of a page, which do not show:
 
     <!-- limits: NAME OF AN OPERATOR -->      <!-- names: NAME OF A MODULE -->
     <!-- limits end -->                       <!-- names end -->
+
+and so do the products of all operators, `<!-- products: all -->`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 from ascend_attn_ops._core.device_limits import table
 
 DOCS = Path(__file__).parents[1] / "docs"
-PLACE = re.compile(r"(<!-- (limits|names): (\w+) -->\n).*?(<!-- \2 end -->)", re.S)
+PLACE = re.compile(r"(<!-- (limits|names|products): (\w+) -->\n).*?(<!-- \2 end -->)", re.S)
 POWERS = {str(2**n - 1): f"2^{n} - 1" for n in (31, 63)}
 
 
@@ -68,14 +70,29 @@ def limits_table(operator: str, of_operator: dict[str, dict[Device, Any]]) -> st
     texts: dict[tuple[str, ...], list[str]] = {}
     for (name, text), *cells in zip(rows, *columns, strict=True):
         texts.setdefault((name, *cells, "" if name.startswith("`") else text), []).append(text)
-    versions = {cann for _, cann in devices}
     lines = [
-        ["", "", *(names_of(same, versions) for same in columns.values())],
+        ["", "", *(names_of(same, all_versions(of_operator)) for same in columns.values())],
         ["---"] * (2 + len(columns)),
         *([name, "; ".join(found), *cells] for (name, *cells, _), found in texts.items()),
     ]
     rest = "Without the rows that are the forward's:\n\n" if forward else ""
     return rest + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def all_versions(of_operator: dict[str, dict[Device, Any]]) -> set[str]:
+    return {cann for devices in of_operator.values() for _, cann in devices}
+
+
+def products_table(of_operator: dict[str, dict[Device, Any]]) -> str:
+    """The versions of CANN with which a product has an operator."""
+    versions = all_versions(of_operator)
+    products = list(dict.fromkeys(x for devices in of_operator.values() for x, _ in devices))
+    lines = [["CANN of", *products], ["---"] * (1 + len(products))]
+    for operator, devices in of_operator.items():
+        canns = [[cann for x, cann in devices if x == product] for product in products]
+        cells = ("all" if set(x) == versions else ", ".join(x) or "none" for x in canns)
+        lines.append([f"`{operator}`", *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def names_table(module: str) -> str:
@@ -94,7 +111,10 @@ def with_tables(page: str) -> str:
 
     def written(place: re.Match[str]) -> str:
         begin, kind, name, end = place.groups()
-        text = limits_table(name, of_operator) if kind == "limits" else names_table(name)
+        if kind == "products":
+            text = products_table(of_operator)
+        else:
+            text = limits_table(name, of_operator) if kind == "limits" else names_table(name)
         return f"{begin}{text}{end}"
 
     return PLACE.sub(written, page)

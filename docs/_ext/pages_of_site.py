@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.util.typing import ExtensionMetadata
 
 NAVIGATION = {
-    "Start": "install first_steps hardware simulation",
+    "Start": "install first_steps adopting hardware simulation",
     "Operators": "operators/index operators/sequences operators/*",
     "Guides": "nn sparse_modes tutorials/* graphs",
     "Reference": "python errors device numerics performance environment glossary design",
