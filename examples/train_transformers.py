@@ -53,7 +53,12 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("out/transformers"))
-    parser.add_argument("--device", choices=["cpu", "npu"], default="cpu", help="of training")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "npu"],
+        default="cpu",
+        help="of training; the sizes are a laptop's",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="if no terminal")

@@ -62,7 +62,8 @@ class LightningIndexer(nn.Module):
     Many small query heads share one key. :meth:`forward` computes the three tensors, :meth:`select`
     takes the best keys, and :func:`ascend_attn_ops.lightning_indexer_kl_loss` trains the
     projections to rank keys as the attention does. Pass detached hidden states: the indexer should
-    imitate the attention without changing it.
+    imitate the attention without changing it. (DeepSeek-V3.2 itself projects the queries from its
+    compressed query: :func:`ascend_attn_ops.transformers.enable_dsa` trains that one.)
 
     Args:
         hidden_size: size of the hidden states.

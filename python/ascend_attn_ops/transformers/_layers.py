@@ -18,8 +18,8 @@ from ascend_attn_ops.transformers._sequences import Sequences
 # Models by their model_type. Others derive from them, with sinks, shared keys or other windows.
 SERVED = frozenset({"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"})
 ANOTHER_INDEXER = (
-    "its indexer or attention is of a kind that this library does not compute: load the model with "
-    'another implementation, such as "eager", and leave it so'
+    "its indexer or attention is of a kind that this library does not compute: call "
+    "lightning_indexer, sparse_flash_attention and lightning_indexer_kl_loss in layers of your own"
 )
 
 # The argument for the cache: transformers 5.24 renames it, and still takes the old name.
