@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -299,6 +300,8 @@ def evaluate(model: Model, windows: Tensor, batch_size: int) -> dict[str, dict[s
 
 def main() -> None:
     arguments = parse_arguments()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SystemExit("expected one process: examples/train_lightning_indexer.py takes several")
     if arguments.device == "npu":
         register_npu()
     arguments.out.mkdir(parents=True, exist_ok=True)
