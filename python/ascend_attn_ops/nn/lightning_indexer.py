@@ -107,12 +107,13 @@ class LightningIndexer(nn.Module):
             expected = f"an even number in 0..{head_dim} (head_dim)"
             raise wrong(ValueError, _NAME, "rope_dim", expected, str(rope_dim))
         check_number(_NAME, "rope_theta", rope_theta)
-        if not rope_theta > 0:
+        theta = float(rope_theta)  # torch compares no unsigned tensors
+        if not theta > 0:
             raise wrong(ValueError, _NAME, "rope_theta", "a positive number", shown(rope_theta))
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise wrong(TypeError, _NAME, "dtype", "a floating point dtype", shown(dtype))
         self.num_heads, self.head_dim = num_heads, head_dim
-        self.rope_dim, self.rope_theta = rope_dim, rope_theta
+        self.rope_dim, self.rope_theta = rope_dim, theta
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = nn.Linear(hidden_size, num_heads * head_dim, bias=False, **factory)
         self.key = nn.Linear(hidden_size, head_dim, bias=False, **factory)
