@@ -24,6 +24,8 @@ def with_defaults(a: Arguments) -> Arguments:
     if a.num_heads is None:
         heads_axis = {"BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}[layout]
         a.num_heads = a.query.shape[heads_axis]
+    elif isinstance(a.num_heads, Tensor):
+        a.num_heads = int(a.num_heads)
     if a.scale_value is None:
         heads = a.num_heads if layout in ("BSH", "SBH") else 1
         rope = getattr(a, "query_rope", None)
