@@ -29,10 +29,7 @@ def test_the_page_has_the_facts_of_an_operator(operator: str) -> None:
     assert sorted(ids) == sorted(fact.id for fact in FACTS if fact.operator == operator)
 
 
-def test_every_fact_has_a_section() -> None:
+def test_every_fact_has_a_section_and_a_name_of_its_own() -> None:
     assert {fact.operator for fact in FACTS} <= SECTIONS.keys()
-
-
-def test_names_are_unique() -> None:
     names = [fact.id for fact in FACTS]
     assert len(names) == len(set(names))

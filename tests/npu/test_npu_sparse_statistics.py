@@ -84,7 +84,6 @@ def assert_like_the_cpu(sample: Sample) -> tuple[Tensor, ...]:
 
 
 def test_rows_of_padding_are_zero() -> None:
-    """Their indices are not read."""
     sample = made(SELECTED)
     indices = sample.inputs["sparse_indices"].clone()
     indices[1, 2:] = 0

@@ -32,7 +32,6 @@ def test_sections_of_docstrings() -> None:
             assert module is not MODULES[0] or "\nSource: " in text, name
 
 
-# In a process of its own, whose one rank is what functions of several ranks ask for.
 PROGRAM = """
 import doctest, importlib, sys, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

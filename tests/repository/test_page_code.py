@@ -14,23 +14,30 @@ import pytest
 from support import fresh
 from support.checkout import ROOT
 from support.pages import FENCE, blocks_of
+from support.turns import nightly
 
 LANGUAGES = {"python", "bash", "text", "cpp", "yaml"}
 # Writes a mark before what each block writes, and the last line of an error that the page shows.
 PROGRAM = """
-import os, traceback
+import os, traceback, ascend_attn_ops
 os.chdir({folder!r})
+if {device!r}:
+    ascend_attn_ops.set_limits(*{device!r})
 names = {{"__name__": "__main__"}}
 for at, (code, raises) in enumerate({blocks!r}):
     print("{mark}", flush=True)
     try:
         exec(compile(code, f"block {{at + 1}}", "exec"), names)
     except Exception as error:
+        if {device!r} and any(x in str(error) for x in {lacks!r}):
+            break
         if not raises:
             raise
         print(traceback.format_exception_only(error)[-1].strip())
 """
 MARK = "--- a block ---"
+DEVICES = [("A2", "8.5"), ("A3", "9.1")]
+LACKS = ("expected a product that has", "cmp_ratio: expected")
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # tools/lint.py compares the blocks of Chinese pages with those of the English ones.
 PAGES = [
@@ -40,15 +47,26 @@ PAGES = [
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda x: str(x.relative_to(ROOT)))
 
 
-@each_page
-def test_the_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
-    if not (blocks := blocks_of(page)):
-        return
+def run(page: Path, folder: Path, device: tuple[str, str] | None = None) -> fresh.Ended:
+    blocks = [(x.code, x.raises) for x in blocks_of(page)]
     program = PROGRAM.format(
-        folder=str(tmp_path), blocks=[(x.code, x.raises) for x in blocks], mark=MARK
+        folder=str(folder), blocks=blocks, mark=MARK, device=device, lacks=LACKS
     )
     ended = fresh.run(program, seconds=200)
     assert ended.status == 0, ended.err
+    return ended
+
+
+@nightly
+@each_page
+@pytest.mark.parametrize("device", DEVICES, ids="-".join)
+def test_a_page_on_another_device(page: Path, device: tuple[str, str], tmp_path: Path) -> None:
+    run(page, tmp_path, device)
+
+
+@each_page
+def test_the_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
+    ended, blocks = run(page, tmp_path), blocks_of(page)
     written = ended.out.split(MARK + "\n")[1:]
     check = doctest.OutputChecker()
     for block, out in zip(blocks, written, strict=True):

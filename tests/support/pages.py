@@ -1,10 +1,7 @@
 """The blocks of Python on the documentation's pages.
 
-A block of text directly behind a block of Python is what that writes; where an error ends the
-block, its last line is the error's. A block that cannot run here has a comment before it, which a
-reader does not see:
-
-    <!-- not run: it needs an NPU -->
+A block of text directly behind one is what it writes, with its error in the last line. A block that
+cannot run here has a comment before it: <!-- not run: it needs an NPU -->
 """
 
 from __future__ import annotations
