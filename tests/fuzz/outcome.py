@@ -123,8 +123,8 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     if any(type(x) is not Tensor for x in tensors) and text.startswith(_NO_STORAGE):
         # The memory of this subclass was freed.
         return kind is RuntimeError
-    if through_torch and text.startswith("setStorage: sizes [], "):
-        # A number in a tensor whose memory was freed, which torch.ops reads.
+    freed = any(has_memory(x) and not can_be_read(x) for x in tensors)
+    if through_torch and freed and text.startswith("setStorage: sizes [], "):
         return kind is RuntimeError
     if kind is NotImplementedError and any(x.is_nested for x in tensors):
         if through_torch and text == "aten._local_scalar_dense.default":

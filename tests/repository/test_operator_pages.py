@@ -10,11 +10,11 @@ import pytest
 import torch
 from ascend_attn_check.samples import OPERATORS
 from support.checkout import ROOT
+from support.pages import FENCE
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="no checkout")
 
 OPERATOR_PAGES = ROOT / "docs" / "operators"
-FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
 def pages() -> list[Path]:
