@@ -75,11 +75,6 @@ void change_format(const aclTensorDesc& from, const aclDataBuffer& source, const
   }
 }
 
-// Casts to a format that torch_npu does not make leave everything as it is.
-void copy(const aclDataBuffer& source, const aclDataBuffer& target) {
-  std::memcpy(target.data, source.data, std::min(source.bytes, target.bytes));
-}
-
 bool is_nz(const aclTensorDesc& desc) {
   constexpr size_t kLeastStorageSizes = 4;
   return desc.format == ACL_FORMAT_FRACTAL_NZ && desc.sizes.size() >= 2 &&
@@ -97,7 +92,8 @@ aclError run(const char* name, int inputs, const aclTensorDesc* const from[],
   return cann_sim::submit(
       stream, [from = *from[0], source = *sources[0], to = *to[0], target = *targets[0]] {
         if (is_nz(from) == is_nz(to)) {
-          copy(source, target);
+          // Also casts to a format that torch_npu does not make: they leave everything as it is.
+          std::memcpy(target.data, source.data, std::min(source.bytes, target.bytes));
         } else {
           change_format(from, source, to, target);
         }

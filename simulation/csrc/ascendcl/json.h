@@ -22,11 +22,7 @@ class Json {
     out << std::setprecision(17) << value;
     text_ = std::isfinite(value) ? out.str() : '"' + out.str() + '"';
   }
-  Json(const std::string& value) {
-    std::ostringstream out;
-    out << std::quoted(value);
-    text_ = out.str();
-  }
+  Json(const std::string& value) : text_((std::ostringstream() << std::quoted(value)).str()) {}
 
   template <typename T>
   static Json array(const std::vector<T>& values) {

@@ -213,6 +213,13 @@ Order& order() {
   return *instance;
 }
 
+template <typename Function>
+void where_strict(const Function& function) {
+  if (streams_are_strict()) {
+    function();
+  }
+}
+
 }  // namespace
 
 bool streams_are_strict() {
@@ -232,35 +239,22 @@ Clock recorded(aclrtStream stream) {
   return streams_are_strict() ? order().clock_of(stream) : Clock();
 }
 void stream_waits_for(aclrtStream stream, const Clock& recorded) {
-  if (streams_are_strict()) {
-    order().stream_waits(stream, recorded);
-  }
+  where_strict([&] { order().stream_waits(stream, recorded); });
 }
 void host_waits_for(const Clock& recorded) {
-  if (streams_are_strict()) {
-    order().host_waits(recorded);
-  }
+  where_strict([&] { order().host_waits(recorded); });
 }
-
 void host_waits_for_all() {
-  if (streams_are_strict()) {
-    order().host_waits(order().latest());
-  }
+  where_strict([] { order().host_waits(order().latest()); });
 }
-
 void arrives_later(aclrtStream stream, void* to, const void* from, size_t bytes) {
   order().arrives(stream, to, from, bytes);
 }
 void deliver_to(aclrtStream stream) {
-  if (streams_are_strict()) {
-    order().deliver_to(stream);
-  }
+  where_strict([&] { order().deliver_to(stream); });
 }
-
 void forget(const void* begin, size_t bytes) {
-  if (streams_are_strict()) {
-    order().forget(begin, bytes);
-  }
+  where_strict([&] { order().forget(begin, bytes); });
 }
 
 }  // namespace cann_sim

@@ -82,18 +82,6 @@ bool becomes_true(const Condition& condition) {
 
 Event* as_event(aclrtEvent event) { return static_cast<Event*>(event); }
 
-// Keeps the latest destroyed events. Where a stream launches synchronously, torch_npu destroys an
-// event on the caller's thread, and its task queue waits for that event later.
-void keep_destroyed(std::unique_ptr<Event> event) {
-  constexpr size_t kKept = 256;
-  static auto& kept = *new std::deque<std::unique_ptr<Event>>;
-  const std::lock_guard lock(state().mutex);
-  kept.push_back(std::move(event));
-  if (kept.size() > kKept) {
-    kept.pop_front();
-  }
-}
-
 // Runs the waiting tasks of a stream up to the first that must still wait.
 aclError run_waiting(Stream& stream) {
   {
@@ -387,8 +375,16 @@ aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t flag) {
 aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
   return aclrtCreateEventExWithFlag(event, flag);
 }
+// Keeps the latest. Where a stream launches synchronously, torch_npu destroys an event on the
+// caller's thread, and its task queue waits for that event later.
 aclError aclrtDestroyEvent(aclrtEvent event) {
-  keep_destroyed(std::unique_ptr<Event>(as_event(event)));
+  constexpr size_t kKept = 256;
+  static auto& kept = *new std::deque<std::unique_ptr<Event>>;
+  const std::lock_guard lock(state().mutex);
+  kept.emplace_back(as_event(event));
+  if (kept.size() > kKept) {
+    kept.pop_front();
+  }
   return ACL_SUCCESS;
 }
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {

@@ -12,7 +12,6 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -27,52 +26,20 @@ namespace cann_sim {
 namespace {
 
 // torch_npu's own: what allocates, moves or views memory and computes nothing.
-constexpr std::array kTorchNpus{"_copy_from",
-                                "_copy_from_and_resize",
-                                "_local_scalar_dense",
-                                "_pin_memory",
-                                "_reshape_alias",
-                                "_resize_output_",
-                                "_to_copy",
-                                "alias",
-                                "as_strided",
-                                "as_strided_",
-                                "contiguous",
-                                "copy_",
-                                "detach",
-                                "empty",
-                                "empty_like",
-                                "empty_strided",
-                                "is_pinned",
-                                "is_set_to",
-                                "new_empty",
-                                "new_empty_strided",
-                                "pin_memory",
-                                "record_stream",
-                                "resize_",
-                                "resize_as_",
-                                "set_",
-                                "set_data",
-                                "squeeze",
-                                "unfold",
-                                "unsqueeze",
-                                "view",
-                                "view_as_complex",
-                                "view_as_real"};
+constexpr std::string_view kTorchNpus =
+    " _copy_from _copy_from_and_resize _local_scalar_dense _pin_memory _reshape_alias "
+    "_resize_output_ _to_copy alias as_strided as_strided_ contiguous copy_ detach empty "
+    "empty_like empty_strided is_pinned is_set_to new_empty new_empty_strided pin_memory "
+    "record_stream resize_ resize_as_ set_ set_data squeeze unfold unsqueeze view view_as_complex "
+    "view_as_real ";
 
 // Their indices and lengths may be, or must be, on the CPU.
-constexpr std::array kTakeCpuTensors{"index",
-                                     "index_put",
-                                     "index_put_",
-                                     "_unsafe_index",
-                                     "_unsafe_index_put",
-                                     "_index_put_impl_",
-                                     "put_",
-                                     "_pack_padded_sequence"};
+constexpr std::string_view kTakeCpuTensors =
+    " index index_put index_put_ _unsafe_index _unsafe_index_put _index_put_impl_ put_ "
+    "_pack_padded_sequence ";
 
-template <typename Names>
-bool is_among(const Names& names, std::string_view name) {
-  return std::ranges::find(names, name) != names.end();
+bool is_among(std::string_view names, std::string_view name) {
+  return names.find(" " + std::string(name) + " ") != std::string_view::npos;
 }
 
 // Returns the operator of missing_operators.cpp that computes this one, if there is one.

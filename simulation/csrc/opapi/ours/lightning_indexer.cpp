@@ -1,7 +1,8 @@
 // LightningIndexer and its gradient. Prototypes: docs/operators/lightning_indexer.md.
 #include <limits>
-#include <set>
+#include <numeric>
 #include <utility>
+#include <vector>
 
 #include "opapi/ours/paged_keys.h"
 #include "opapi/ours/sparse_rows.h"
@@ -19,8 +20,6 @@ at::Tensor written_gradient(const Call& call, std::string_view name, const at::T
                            name == "dkOut" ? "actualSeqKvLenOptional" : "actualSeqQLenOptional");
 }
 
-const KernelFault kFaultOfSelection{Harm::bounds, pack_without_pairs};
-
 const KernelFault kManyIndices{
     Harm::bounds, [](const Call& call) -> std::string {
       constexpr int64_t kMost = 2048;
@@ -30,19 +29,23 @@ const KernelFault kManyIndices{
                  : c10::str(count, " indices a row: the device has buffers for ", kMost);
     }};
 
+using Lengths = std::vector<int64_t>;
+
+// The lengths of queries and of keys. In layout BSND the kernel ignores what is given.
+std::pair<Lengths, Lengths> lengths_of(const Call& call) {
+  const bool packed = call.is_tnd("inputLayout");
+  return {SequenceLengths{"query", packed ? "actualSeqQLenOptional" : "", packed}.of(call),
+          SequenceLengths{"key", packed ? "actualSeqKvLenOptional" : "", packed}.of(call)};
+}
+
 // Without a causal mask the kernel reads every slot of a row, padding as well.
 const KernelFault kMoreIndicesThanKeys{
     Harm::bounds, [](const Call& call) -> std::string {
       if (call.get<int64_t>("sparseMode") != 0) {
         return {};
       }
-      const bool packed = call.is_tnd("inputLayout");
       const auto count = call.get<TensorView>("sparseIndices").sizes.back();
-      // In layout BSND the kernel ignores lengths.
-      const auto queries =
-          SequenceLengths{"query", packed ? "actualSeqQLenOptional" : "", packed}.of(call);
-      const auto keys =
-          SequenceLengths{"key", packed ? "actualSeqKvLenOptional" : "", packed}.of(call);
+      const auto [queries, keys] = lengths_of(call);
       for (size_t b = 0; b < queries.size(); ++b) {
         if (queries[b] > 0 && keys.at(b) < count) {
           return c10::str("sequence ", b, " has ", keys[b], " keys for the ", count,
@@ -53,58 +56,37 @@ const KernelFault kMoreIndicesThanKeys{
       return {};
     }};
 
-const KernelFault kFaultOfGradient{
-    Harm::results, [](const Call& call) -> std::string {
-      if (!call.is_tnd("inputLayout")) {
-        return {};
-      }
-      const auto queries = SequenceLengths{"query", "actualSeqQLenOptional", true}.of(call);
-      const auto keys = SequenceLengths{"key", "actualSeqKvLenOptional", true}.of(call);
-      for (size_t b = 1; b < queries.size(); ++b) {
-        if (queries[b] != queries[0] || keys.at(b) != keys[0]) {
-          return c10::str("sequence ", b, " has ", queries[b], " queries and ", keys[b],
-                          " keys, and sequence 0 has ", queries[0], " and ", keys[0],
-                          ": the gradients of such a pack are wrong");
-        }
-      }
-      return {};
-    }};
+std::string unequal_sequences(const Call& call) {
+  const auto [queries, keys] = lengths_of(call);
+  for (size_t b = 1; b < queries.size(); ++b) {
+    if (queries[b] != queries[0] || keys.at(b) != keys[0]) {
+      return c10::str("sequence ", b, " has ", queries[b], " queries and ", keys[b],
+                      " keys, and sequence 0 has ", queries[0], " and ", keys[0],
+                      ": the gradients of such a pack are wrong");
+    }
+  }
+  return {};
+}
 
 // TND, sequences of unequal lengths: rows of d_query and d_weights are not written, and d_key
 // counts some of them twice. Which ones depends on the number of cores: here it is the last
 // sequence, always. An empty sequence divides by zero.
 void spoil_unequal_sequences(const Call& call) {
-  if (!call.is_tnd("inputLayout")) {
-    TORCH_CHECK(call.get<TensorView>("query").tensor().numel() > 0 &&
-                    call.get<TensorView>("key").tensor().numel() > 0,
-                "division by zero: no tokens");
+  const auto [queries, keys] = lengths_of(call);
+  TORCH_CHECK(!queries.empty(), "division by zero: no sequences");
+  for (size_t b = 0; b < queries.size(); ++b) {
+    TORCH_CHECK(queries[b] > 0 && keys.at(b) > 0, "division by zero: sequence ", b, " is empty");
+  }
+  if (unequal_sequences(call).empty()) {
     return;
   }
-  const auto query_ends = call.elements("actualSeqQLenOptional");
-  const auto key_ends = call.elements("actualSeqKvLenOptional");
-  std::set<std::pair<int64_t, int64_t>> lengths;
-  int64_t query_begin = 0;
-  int64_t key_begin = 0;
-  int64_t queries = 0;
-  int64_t keys = 0;
-  for (size_t b = 0; b < query_ends.size(); ++b) {
-    query_begin += queries;
-    key_begin += keys;
-    queries = query_ends[b] - query_begin;
-    keys = key_ends[b] - key_begin;
-    TORCH_CHECK(queries > 0 && keys > 0, "division by zero: sequence ", b, " is empty");
-    lengths.emplace(queries, keys);
-  }
-  TORCH_CHECK(!lengths.empty(), "division by zero: no sequences");
-  if (lengths.size() > 1) {
-    for (const auto* name : {"dqOut", "dweightsOut"}) {
-      call.get<TensorView>(name)
-          .tensor()
-          .narrow(0, query_begin, queries)
-          .fill_(std::numeric_limits<double>::quiet_NaN());
-    }
-    call.get<TensorView>("dkOut").tensor().narrow(0, key_begin, keys).mul_(2);
-  }
+  const auto last = [&](std::string_view output, const Lengths& lengths) {
+    const auto begin = std::accumulate(lengths.begin(), lengths.end() - 1, int64_t{0});
+    return call.tensor(output).narrow(0, begin, lengths.back());
+  };
+  last("dqOut", queries).fill_(std::numeric_limits<double>::quiet_NaN());
+  last("dweightsOut", queries).fill_(std::numeric_limits<double>::quiet_NaN());
+  last("dkOut", keys).mul_(2);
 }
 
 const PagedKeys kKeys{.caches = {{"key", "key"}},
@@ -122,7 +104,7 @@ CANN_SIM_FUNCTION(
     aclnnLightningIndexer,
     {.schema_name = "ascend::lightning_indexer",
      .workspace = 512,
-     .device = {.written = written_selection, .faults = {kFaultOfSelection}},
+     .device = {.written = written_selection, .faults = {{Harm::bounds, pack_without_pairs}}},
      .compute = selection},
     input("query", "query", kHalf).or_status(kNoTensor), input("key", "key", kHalf),
     input("weights", "weights", kHalfOrFloat),
@@ -140,7 +122,9 @@ CANN_SIM_FUNCTION(aclnnLightningIndexerGrad,
                   {.schema_name = "ascend::lightning_indexer_grad",
                    .device = {.written = written_gradient,
                               .spoil = spoil_unequal_sequences,
-                              .faults = {kManyIndices, kMoreIndicesThanKeys, kFaultOfGradient}}},
+                              .faults = {kManyIndices,
+                                         kMoreIndicesThanKeys,
+                                         {Harm::results, unequal_sequences}}}},
                   input("query", "query", kHalf), input("key", "key", kHalf),
                   input("dy", "d_values", kHalfOrFloat),
                   input("sparseIndices", "sparse_indices", kInt32),

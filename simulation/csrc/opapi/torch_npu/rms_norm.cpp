@@ -3,6 +3,8 @@
 #include <ATen/ops/mean.h>
 #include <ATen/ops/rsqrt.h>
 
+#include <numeric>
+
 #include "opapi/core/opapi.h"
 
 using namespace cann_sim;
@@ -13,10 +15,8 @@ using torch::jit::Stack;
 
 // The axes that gamma scales: the last ones.
 std::vector<int64_t> normalized_axes(const at::Tensor& gamma) {
-  std::vector<int64_t> axes;
-  for (int64_t axis = -gamma.dim(); axis < 0; ++axis) {
-    axes.push_back(axis);
-  }
+  std::vector<int64_t> axes(gamma.dim());
+  std::iota(axes.begin(), axes.end(), -gamma.dim());
   return axes;
 }
 

@@ -1,8 +1,8 @@
 // SwiGlu and its gradient: silu of the first half times the second.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
 
 #include "opapi/core/opapi.h"
 
@@ -24,10 +24,8 @@ Stack product(const Call& call) {
 Stack gradient(const Call& call) {
   const auto parts = halves(call);
   const auto dy = call.tensor("yGrad").to(at::kFloat);
-  const auto gate = at::sigmoid(parts[0]);
-  const auto of_silu = gate * (1 + parts[0] * (1 - gate));
-  return {
-      at::cat({dy * parts[1] * of_silu, dy * parts[0] * gate}, call.get<int64_t>("dimOptional"))};
+  return {at::cat({at::silu_backward(dy * parts[1], parts[0]), dy * at::silu(parts[0])},
+                  call.get<int64_t>("dimOptional"))};
 }
 
 }  // namespace
