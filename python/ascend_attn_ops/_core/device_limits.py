@@ -42,7 +42,8 @@ class limits(ContextDecorator):
             as ``"910B"`` or ``"Ascend910B2"``. None switches the limits off, for research shapes,
             float32, float64 and gradcheck; mismatched shapes, decreasing lengths and out-of-range
             indices remain errors.
-        cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest.
+        cann: ``"8.5"``, ``"9.0"`` or ``"9.1"``, the version of CANN. None is the newest, or the one
+            that the product names, as in ``"A2:8.5"``.
 
     Raises:
         TypeError: a product or version is neither a string nor None.
@@ -62,8 +63,7 @@ class limits(ContextDecorator):
     """
 
     def __init__(self, product: str | None, cann: Cann | None = None) -> None:
-        _check_names("ascend::limits", product, cann)
-        self._override = _C.limits_override_for(product, cann)
+        self._override = _C.limits_override_for(*_names("ascend::limits", product, cann))
         self._blocks: list[_C.LimitsBlock] = []
 
     def __enter__(self) -> None:
@@ -92,17 +92,23 @@ def set_limits(product: str | None, cann: Cann | None = None) -> None:
         3.0
         >>> ascend_attn_ops.set_limits("A2")
     """
-    _check_names("ascend::set_limits", product, cann)
-    _C.set_default_limits(product, cann)
+    _C.set_default_limits(*_names("ascend::set_limits", product, cann))
 
 
-def _check_names(operator: str, product: str | None, cann: str | None) -> None:
+def _names(operator: str, product: str | None, cann: str | None) -> tuple[str | None, str | None]:
+    """Return the product and the version, which may stand in one text."""
     for name, x in (("product", product), ("cann", cann)):
         if x is not None and not isinstance(x, str):
             raise wrong(TypeError, operator, name, "a string or None", shown(x))
         if x is not None and any("\ud800" <= character <= "\udfff" for character in x):
             # No text to C++.
             raise wrong(ValueError, operator, name, "a known name", shown(x))
+    return (product, cann) if product is None or cann else _split(product)
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    product, _, cann = text.partition(":")
+    return product, cann or None
 
 
 def limits_in_force() -> int | None:
@@ -140,8 +146,7 @@ def parse(text: str) -> Device | None:
     """
     if text.lower() == "none":
         return None
-    product, _, cann = text.partition(":")
-    return Device(*_C.device_named(product, cann or None))
+    return Device(*_C.device_named(*_split(text)))
 
 
 def device_in_force() -> Device | None:
