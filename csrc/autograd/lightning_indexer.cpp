@@ -10,7 +10,7 @@ namespace ascend_attn {
 // The indexer is differentiable through the values it returns, not through the selection.
 bool LightningIndexer::differentiable() const {
   check_implemented(!return_values || !compressed(), name, "cmp_ratio",
-                    "expected 1 where a gradient is wanted, since CANN's gradient knows no "
+                    "expected 1 where a gradient is required, since CANN's gradient knows no "
                     "compressed keys, got ",
                     cmp_ratio,
                     "; a loss of the indexer trains it: call this under torch.no_grad(), or detach "

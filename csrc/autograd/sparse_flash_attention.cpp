@@ -18,10 +18,10 @@ constexpr int64_t kIgnoredTokens = INT32_MAX;
 
 bool SparseFlashAttention::differentiable() const {
   check_implemented(!pages.given(), name, "layout_kv",
-                    "expected keys without a block table where a gradient is wanted, got "
+                    "expected keys without a block table where a gradient is required, got "
                     "PA_BSND; call it under torch.no_grad(), or detach the tensors");
   check_implemented(return_softmax_lse, name, "return_softmax_lse",
-                    "expected True where a gradient is wanted, whose backward reads the "
+                    "expected True where a gradient is required, whose backward reads the "
                     "statistics, got False; call it under torch.no_grad(), or detach the tensors");
   return true;
 }

@@ -11,7 +11,7 @@ namespace ascend_attn {
 
 bool SparseFlashMla::differentiable() const {
   check_implemented(!pages.layout_kv.paged(), name, "layout_kv",
-                    "expected keys without block tables where a gradient is wanted, got PA_BSND; "
+                    "expected keys without block tables where a gradient is required, got PA_BSND; "
                     "call it under torch.no_grad(), or detach the tensors");
   return true;
 }

@@ -25,9 +25,10 @@ constexpr Rule kPlainValueSize{
     "query's D as head size, or 128 beside 192, in pairs of layouts, beside pages, ropes, a sink "
     "or softmax_lse, and in sparse_mode 1 or 4",
     k950};
-constexpr Rule kPackedSize{"query", "D of at most 256 in layout TND", kA2A3.since(Cann::v9_0)};
+constexpr Rule kPackedSize{"query", "D of at most 256, or absorbed MLA, in layout TND",
+                           kA2A3.since(Cann::v9_0)};
 constexpr Rule kPackedSizeBefore90{
-    "query", "D of 64 or 128, or 192 with values of 128, in layout TND", kBefore90};
+    "query", "D of 64 or 128, 192 with values of 128, or absorbed MLA, in layout TND", kBefore90};
 constexpr Rule kPairSize{
     "query", "D of 64 or 128, or 192 with values of 128, in NTD_TND, BSH_BNSD and BSND_BNSD"};
 constexpr Rule kAlignedSize{"query", "a multiple of 16 as D in BNSD_BSND", k950};

@@ -105,10 +105,10 @@ Row = tuple[tuple[str, ...], Call, Call, str]
 # Calls that the host code refuses.
 CHECKED: list[Row] = [
     (ATLAS, call(PACK, d=256), call(PACK, d=272),
-     "query: expected D of at most 256 in layout TND on {{device}}, got 272"),
+     "query: expected D of at most 256, or absorbed MLA, in layout TND on {{device}}, got 272"),
     *(((OLD,), call(PACK, d=192, dv=128), call(PACK, d=d),
-       "query: expected D of 64 or 128, or 192 with values of 128, in layout TND on {}, got "
-       f"{d} and {d}") for d in (80, 192)),
+       "query: expected D of 64 or 128, 192 with values of 128, or absorbed MLA, in layout TND on "
+       f"{{}}, got {d} and {d}") for d in (80, 192)),
     *((ALL, call(case, d=192, dv=128), call(case, d=192),
        f"{PAIR_SIZES}192 and 192 in layout {case.layout}")
       for case in (replace(PACK, layout="NTD_TND"), replace(PLAIN, layout="BSH_BNSD"),

@@ -22,7 +22,7 @@ def attention(
     options["query_rope"] = query_rope
     tensors = (_given(name, value), *(x for x in options.values() if isinstance(x, Tensor)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors) and not return_softmax_lse:
-        expected = "True where a gradient is wanted, whose backward reads the statistics"
+        expected = "True where a gradient is required, whose backward reads the statistics"
         raise wrong(ValueError, name, "return_softmax_lse", expected, "False")
     if layout_kv != _PAGED:
         _check_one_layout(name, "layout_kv", layout, layout_kv, block_table)

@@ -172,7 +172,7 @@ def limits() -> Iterator[WrongCall]:
         wrong("A2", replace(plain, d=20), "query: expected D .* multiple of 16"),
         wrong("950", replace(plain, d=528), "query: expected D "),
         wrong("A2", replace(plain, dv=128), "value: or 128 beside 192"),
-        wrong("A2", replace(pack, d=272), "query: D of at most 256 in layout TND"),
+        wrong("A2", replace(pack, d=272), "query: D of at most 256, or absorbed MLA, in"),
         wrong("A2", replace(plain, layout="BSH_BNSD", d=80), "query: in NTD_TND, BSH_BNSD and"),
         wrong("A2", replace(plain, layout="BSH_NBSD"), "layout: for absorbed MLA alone"),
         wrong("A2", replace(plain, rope=64), "query_rope: Dr of 64, beside D of 128 or 512"),
