@@ -1,7 +1,7 @@
 """The active mutant in Python, as mutant.h has it in C++; and pytest's plugin that runs mutants.
 
 The plugin collects the tests once and then forks a process for each mutant that the file MUTANTS
-lists. The process runs the tests up to the first failure, beginning with the listed files. The file
+lists. The process runs the tests up to the first failure, beginning with what is listed. The file
 `mutant-<number>.noticed` gets the name of the test that failed, crashed or hung.
 """
 
@@ -44,11 +44,12 @@ def become(log: Path, first: list[str], session: Any) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    order = {file: place for place, file in enumerate(first)}
+    order = {name: place for place, name in enumerate(first)}
     # An error shows in some operators alone, and a function's tests go through them one by one.
     random.Random(0).shuffle(session.items)
     files = {item: item.nodeid.partition("::")[0] for item in session.items}
-    session.items.sort(key=lambda x: (order.get(files[x], len(order)), files[x]))
+    in_file = {item: order.get(file, len(order)) for item, file in files.items()}
+    session.items.sort(key=lambda x: (order.get(x.nodeid, in_file[x]), files[x]))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -7,10 +7,10 @@ the checkout in out/mutation, once, at -O1: each mutant is a branch there, which
 variable takes. Mutants of csrc/npu run the NPU tests, at one level of the task queue, those of
 simulation/ the tests of the simulated CANN, and all others the CPU tests.
 
-A mutant runs the commit tier up to the first failure, beginning with the test files that concern
-it, and all tests if nothing fails; examples and tests of the checkout are left out. A failure, a
-crash and a hang count as noticed. Exit status 1: the tests fail without a mutant, the commit tier
-notices less than 95 %, or all tests notice less than 100 %.
+A mutant runs the commit tier up to the first failure, beginning with the test that noticed it the
+last time and the test files that concern it, and all tests if nothing fails; examples and tests of
+the checkout are left out. A failure, a crash and a hang count as noticed. Exit status 1: the tests
+fail without a mutant, the commit tier notices less than 95 %, or all tests notice less than 100 %.
 """
 
 from __future__ import annotations
@@ -145,12 +145,17 @@ def main() -> int:
     mutants = [x for x in everything if not arguments.number or x.number in arguments.number]
     built(FOLDER, ["-O1"], changed=with_branches(everything))
     shutil.copyfile(ROOT / "tools/mutant.py", FOLDER / "python/mutant.py")
-    for file in FOLDER.glob("mutant-*.*"):
-        file.unlink()
+    before = {x.number: [x.noticed_by.read_text()] for x in mutants if x.noticed_by.exists()}
+    for number in (0, *(x.number for x in mutants)):
+        (FOLDER / f"mutant-{number}.noticed").unlink(missing_ok=True)
     left, most_left = mutants, (1 - LEAST_NOTICED) * len(mutants)
     for tier, options in (("the commit tier", []), ("all tests", ["--all"])):
         for tests in TESTS:
-            numbers = {x.number: concerned(x.file) for x in left if x.tests == tests}
+            numbers = {
+                x.number: before.get(x.number, []) + concerned(x.file)
+                for x in left
+                if x.tests == tests
+            }
             if not options and not arguments.number:
                 numbers = {0: [], **numbers}  # without a mutant
             if numbers:
