@@ -129,7 +129,8 @@ def sparse_flash_mla_with_indexer_loss(
             tokens, times the factor of a loss scaler or of accumulated gradients. A tensor of one
             element is read in the backward, on its device.
         on_loss: called in the backward with the sum of the loss over all rows, (1,), without a
-            gradient. Not under torch.compile.
+            gradient. The sum may be negative, since the target adds up to less than 1 over the
+            selected keys. Not under torch.compile.
         scale_value, sink, actual_seq_lengths_query, actual_seq_lengths_ori_kv,
             actual_seq_lengths_cmp_kv, cmp_residual_kv, cmp_ratio, ori_mask_mode, cmp_mask_mode,
             ori_win_left, ori_win_right, layout, deterministic: as in :func:`sparse_flash_mla`.
