@@ -41,7 +41,8 @@ FIRST = {
     "/torch_npu/": "npu_operators_inference npu_operators_others npu_operators_errors "
     "npu_operators_fusion_attention npu_operators_sparse npu_operators_v4",
     "/flash_attn/": "flash_attn flash_attn_errors flash_attn_with_kvcache varlen_attn",
-    "/_core/": "errors_python flops paged_keys statistics sparse_models dense_models flash_attn",
+    "/_core/": "errors_python flops paged_keys scatter_pa_kv_cache statistics sparse_models "
+    "dense_models flash_attn",
     "/ops/": "errors_python flash_attention_score indexer_loss",
     "/nn/": "modules quantize_attention training_helpers errors_python",
 }
