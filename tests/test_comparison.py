@@ -21,10 +21,9 @@ QUERY = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
 KEY = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
 
 
-def attend(query: Tensor = QUERY, key: Tensor = KEY, num_heads: int = 4) -> Tensor:
-    return ops.flash_attention_score(
-        query, key, key, num_heads=num_heads, layout="BSND", sparse_mode=3
-    )[0]  # fmt: skip
+def attend(query: Tensor = QUERY, key: Tensor = KEY, **options: Any) -> Tensor:
+    options = {"num_heads": 4, "layout": "BSND", "sparse_mode": 3, **options}
+    return ops.flash_attention_score(query, key, key, **options)[0]
 
 
 class Changing(TorchDispatchMode):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ascend_attn_check.__main__ import main
 from ascend_attn_check.samples import OPERATORS, Operator
+from ascend_attn_check.samples.masks import compressed_mask
 from ascend_attn_ops._core.arguments import bytes_in
 from ascend_attn_ops.debug import recording
 from ascend_attn_ops.debug.recording import replay
@@ -26,7 +27,6 @@ from test_comparison import KEY, QUERY, Faulty, attend  # noqa: E402
 pytestmark = pytest.mark.usefixtures("no_limits")
 
 NO_RECORD = re.escape("expected a file of ascend_attn_ops.record")
-
 
 REPLAY = (
     "import sys; from ascend_attn_check.__main__ import main; "
@@ -172,7 +172,7 @@ def test_a_size_means_one_thing() -> None:
 def test_files_stay_within_the_limit(tmp_path: Path) -> None:
     with ops.record(tmp_path, when="always", limit="20KB") as files:
         attend()
-        attend()
+        attend(sparse_mode=6, prefix=[4], atten_mask=compressed_mask(6, torch.bool))  # 3 MiB
         with pytest.warns(UserWarning, match="record: limit: flash_attention_score at ") as seen:
             attend()
         attend()  # without a second warning
