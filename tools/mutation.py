@@ -86,6 +86,16 @@ class Mutant(NamedTuple):
     def noticed_by(self) -> Path:
         return FOLDER / f"mutant-{self.number}.noticed"
 
+    @property
+    def noticed_before(self) -> Path:
+        return self.noticed_by.with_suffix(".before")
+
+    @property
+    def first(self) -> list[str]:
+        """What to run first: the test that noticed it before, and the files that concern it."""
+        known = [self.noticed_before.read_text()] if self.noticed_before.exists() else []
+        return known + concerned(self.file)
+
     def __str__(self) -> str:
         return f"{self.number:3} {self.file}: {self.text} -> {self.mutated}"
 
@@ -146,17 +156,14 @@ def main() -> int:
     mutants = [x for x in everything if not arguments.number or x.number in arguments.number]
     built(FOLDER, ["-O1"], changed=with_branches(everything))
     shutil.copyfile(ROOT / "tools/mutant.py", FOLDER / "python/mutant.py")
-    before = {x.number: [x.noticed_by.read_text()] for x in mutants if x.noticed_by.exists()}
-    for number in (0, *(x.number for x in mutants)):
-        (FOLDER / f"mutant-{number}.noticed").unlink(missing_ok=True)
+    (FOLDER / "mutant-0.noticed").unlink(missing_ok=True)
+    for x in mutants:
+        if x.noticed_by.exists():
+            x.noticed_by.replace(x.noticed_before)
     left, most_left = mutants, (1 - LEAST_NOTICED) * len(mutants)
     for tier, options in (("the commit tier", []), ("all tests", ["--all"])):
         for tests in TESTS:
-            numbers = {
-                x.number: before.get(x.number, []) + concerned(x.file)
-                for x in left
-                if x.tests == tests
-            }
+            numbers = {x.number: x.first for x in left if x.tests == tests}
             if not options and not arguments.number:
                 numbers = {0: [], **numbers}  # without a mutant
             if numbers:
