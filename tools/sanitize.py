@@ -115,7 +115,7 @@ def environment(plan: Plan) -> dict[str, str]:
 def reports(folder: Path) -> Iterator[str]:
     for file in sorted(folder.iterdir()):
         for part in BEGIN.split(file.read_text(errors="replace")):
-            if TITLE.search(part) and ("ThreadSanitizer: data race" not in part or is_ours(part)):
+            if BEGIN.match(part) and ("ThreadSanitizer: data race" not in part or is_ours(part)):
                 yield part
 
 
