@@ -39,7 +39,7 @@ inline c10::IValue to_value(const KeyLayoutArgument& layout) {
   return text ? c10::IValue(std::string(*text)) : c10::IValue();
 }
 inline c10::IValue to_value(const OptionalIntListField& list) {
-  return list.has_value() ? c10::IValue(*list) : c10::IValue();
+  return list.has_value() ? c10::IValue(c10::SymIntArrayRef(*list)) : c10::IValue();
 }
 
 // Leaves out tensors that are an earlier one, and returns which is which, in pairs: a hook on saved

@@ -38,19 +38,28 @@ using torch::autograd::AutogradContext;
 
 // A list. It borrows the elements of a view, which must outlive it, and owns those of a vector.
 template <typename Element>
-class ListField : public at::ArrayRef<Element> {
+class ListField {
  public:
-  ListField(at::ArrayRef<Element> view) : at::ArrayRef<Element>(view) {}
+  using View = at::ArrayRef<Element>;
+
+  ListField(View view) : view_(view) {}
   ListField(std::vector<Element> elements)
-      : ListField(std::make_shared<const std::vector<Element>>(std::move(elements))) {}
+      : elements_(std::make_shared<const std::vector<Element>>(std::move(elements))),
+        view_(*elements_) {}
+
+  operator View() const { return view_; }
+  auto begin() const { return view_.begin(); }
+  auto end() const { return view_.end(); }
+  size_t size() const { return view_.size(); }
+  bool empty() const { return view_.empty(); }
+  const Element& operator[](size_t i) const { return view_[i]; }
+  friend std::ostream& operator<<(std::ostream& out, const ListField& list) {
+    return out << list.view_;
+  }
 
  private:
-  using Owner = std::shared_ptr<const std::vector<Element>>;
-
-  explicit ListField(Owner elements)
-      : at::ArrayRef<Element>(*elements), elements_(std::move(elements)) {}
-
-  Owner elements_;  // null if borrowed
+  std::shared_ptr<const std::vector<Element>> elements_;  // null if borrowed
+  View view_;
 };
 using TensorListField = ListField<at::Tensor>;
 using IntListField = ListField<int64_t>;

@@ -26,10 +26,11 @@ void scatter_pa_kv_cache(const ScatterPaKvCache& op, ScatterPaKvCache::Outputs&)
   };
   // The function rejects a null pointer: a tensor without axes stands for missing values.
   const auto none = op.value ? at::Tensor() : new_tensor({}, op.key.options());
-  aclnn_scatter_pa_kv_cache(
-      rows(op.key), op.key_cache, op.slot_mapping, op.value ? rows(*op.value) : none,
-      op.value_cache ? *op.value_cache : none, op.compress_lens, op.compress_seq_offset,
-      op.seq_lens, op.cache_mode, op.scatter_mode, op.strides, op.offsets);
+  aclnn_scatter_pa_kv_cache(rows(op.key), op.key_cache, op.slot_mapping,
+                            op.value ? rows(*op.value) : none,
+                            op.value_cache ? *op.value_cache : none, op.compress_lens,
+                            op.compress_seq_offset, op.seq_lens, op.cache_mode, op.scatter_mode,
+                            at::IntArrayRef(op.strides), at::IntArrayRef(op.offsets));
 }
 
 TORCH_LIBRARY_IMPL(ascend, PrivateUse1, m) {

@@ -25,7 +25,7 @@ c10::SymDimVector stacked(size_t n, const at::Tensor& part) {
 // raise.
 void no_backend(const AttentionUpdate& op, AttentionUpdate::Outputs&) {
   check_implemented(false, op.name, "device", "expected the CPU or an NPU, got ",
-                    op.lse.front().device());
+                    op.lse[0].device());
 }
 
 TORCH_LIBRARY_IMPL(ascend, CompositeExplicitAutograd, m) {
