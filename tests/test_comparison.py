@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.usefixtures("no_limits"), pytest.mark.smoke]
 
 QUERY = torch.randn(1, 6, 4, 64, dtype=torch.bfloat16)
 KEY = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16)
+SAYS_WHY = torch.__version__ >= (2, 8)  # dynamo, of an exception in what it traces
 
 
 def attend(query: Tensor = QUERY, key: Tensor = KEY, **options: Any) -> Tensor:
@@ -176,7 +177,7 @@ def test_a_compiled_function_is_compared_as_it_runs(compiled_before: bool) -> No
         with ops.compare():
             return attend(query)
 
-    with pytest.raises(Exception, match="compile cannot trace this block"):
+    with pytest.raises(Exception, match="compile cannot trace this block" if SAYS_WHY else None):
         torch.compile(traced, backend="eager", fullgraph=True)(QUERY)
 
 

@@ -92,7 +92,7 @@ class Mutant(NamedTuple):
 
     @property
     def first(self) -> list[str]:
-        """What to run first: the test that noticed it before, and the files that concern it."""
+        """The test that noticed it before, and the files that concern it, in this order."""
         known = [self.noticed_before.read_text()] if self.noticed_before.exists() else []
         return known + concerned(self.file)
 

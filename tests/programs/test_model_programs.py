@@ -13,6 +13,7 @@ import pytest
 import torch
 from dense_model import DenseLM, LanguageModel, train_step
 from dsa_model import SparseLM
+from support.torch_defects import EXPORT_LOSES_SIZES
 from torch import Tensor, nn
 
 LENGTHS = [[9, 40, 41, 64], [30, 64], [1, 2, 63, 64]]
@@ -78,7 +79,7 @@ def test_compiled(dynamic: bool | None, expected: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", [DenseLM, SparseLM])
+@pytest.mark.parametrize("kind", [DenseLM, pytest.param(SparseLM, marks=EXPORT_LOSES_SIZES)])
 def test_exported(kind: type[LanguageModel], expected: Callable[..., Any], tmp_path: Path) -> None:
     model, judge = models(torch.bfloat16, kind)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
