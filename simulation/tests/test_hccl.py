@@ -38,7 +38,8 @@ def test_failures_end_all_ranks(what: str, message: str) -> None:
 
 # Connects to every socket on which ranks listen, and keeps what it is sent, until it is killed.
 STRANGER = """
-import os, re, socket, struct, sys, time
+import os, re, socket, sys, time
+from contextlib import suppress
 user, message = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
 os.setgid(user), os.setuid(user)
 connections = {}
@@ -47,36 +48,27 @@ while True:
     for name in re.findall(r" 00010000 .* @(ascend_attn_ops.simulate/.*)", listed):
         if name not in connections:
             connections[name] = socket.socket(socket.AF_UNIX)
-            try:
+            with suppress(OSError):
                 connections[name].connect("\\0" + name)
                 print("connected", flush=True)
                 connections[name].send(message)  # fails where the rank has closed already
                 connections[name].setblocking(False)
-            except OSError:
-                pass
     for connection in connections.values():
-        try:
+        with suppress(OSError):
             if connection.recv(32):
                 print("received", flush=True)
-        except OSError:
-            pass
     time.sleep(.002)
 """
-NOBODY = 65534
-RANK_1 = (1).to_bytes(4, "little")
+NOBODY, RANK_1 = 65534, (1).to_bytes(4, "little")
+ANOTHER_USER = pytest.param(
+    NOBODY, RANK_1, marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can be one")
+)
 
 
 @once
 @pytest.mark.parametrize(
-    ("user", "message"),
-    [
-        pytest.param(
-            NOBODY, RANK_1, id="another user in the place of rank 1",
-            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user"),
-        ),
-        pytest.param(os.getuid(), b"", id="one that says nothing"),
-    ],
-)  # fmt: skip
+    ("user", "message"), [ANOTHER_USER, (os.getuid(), b"")], ids=["another user", "silent"]
+)
 def test_strangers_get_and_delay_nothing(user: int, message: bytes) -> None:
     command = [sys.executable, "-c", STRANGER, str(user), message.hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
