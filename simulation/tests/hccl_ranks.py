@@ -149,4 +149,5 @@ def main(*names: str) -> None:
     dist.init_process_group("hccl")
     for name in names:
         globals()[name](rank, ranks)
+        dist.barrier()  # rank 0 holds the store in which the others look for their groups
     dist.destroy_process_group()
