@@ -127,7 +127,10 @@ def test_value_other_than_key() -> None:
     assert not torch.equal(forward(other, 8)[0].cpu(), forward(call, 8)[0].cpu())
 
 
-def test_lengths_of_a_padded_gradient() -> None:
+def test_lengths_of_padded_sequences() -> None:
+    two = {name: torch.cat([x, x]) for name, x in sparse([[3, 2], [-1, 2]], keys=20).items()}
+    with refused("row 3 of sparse_indices has -1 in slot 0"):  # row 1 is behind the first sequence
+        forward(two, actual_seq_lengths_query=integers(1, 2))
     lengths = {"actual_seq_qlen": integers(1), "actual_seq_kvlen": integers(12)}
     with refused("actualSeqLengthsKvOptional in layout BSND"):
         backward(sparse([[0, 1]], keys=20), **lengths)
@@ -274,12 +277,8 @@ TND = next(case for case in mla.DEVICE_CASES if case.layout == "TND" and case.ki
 
 def test_rows_behind_the_sequences_in_a_gradient() -> None:
     """The device would read behind the lengths: the simulation says so."""
-    sample = (
-        mla.SPARSE_FLASH_MLA.make(replace(TND, tail=(3, 2, 1)), torch.bfloat16)
-        .to("npu")
-        .requires_grad(("query",))
-    )
-    loss = sample.call(torch.ops.ascend)[0].float().sum()
+    sample = mla.SPARSE_FLASH_MLA.make(replace(TND, tail=(3, 2, 1)), torch.bfloat16).to("npu")
+    loss = sample.requires_grad(("query",)).call(torch.ops.ascend)[0].float().sum()
     with refused("ends at 22 of 25 rows"):
         loss.backward()
 

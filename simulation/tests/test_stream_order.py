@@ -22,11 +22,11 @@ query = torch.ones(1, 8, 2, 16, dtype=torch.bfloat16).npu()
 def attend(q):
     return ascend_attn_ops.flash_attention_score(q, q, q, num_heads=2, layout="BSND")[0]
 
-def added_on_side():
-    y = x * 2
+def attended_on_side():
+    q = query * 2
     side.wait_stream(main)
     with torch.npu.stream(side):
-        return y, y + 1
+        return q, attend(q)
 
 """
 END = """
@@ -52,20 +52,20 @@ MISTAKES = {
     ),
     "the first stream does not wait for the second": (
         """
-        y, z = added_on_side()
+        q, z = attended_on_side()
         z.sum()
         """,
-        r"aten::sum on stream \d+ reads memory that aten::add on stream \d+ writes",
+        r"aten::sum on stream \d+ reads memory that aclnnFlashAttentionScoreV2 .* writes",
     ),
     "memory is used again without record_stream": (
         """
-        y, z = added_on_side()
-        address = y.data_ptr()
-        del y
-        again = x * 3
+        q, z = attended_on_side()
+        address = q.data_ptr()
+        del q
+        again = query * 3
         assert again.data_ptr() == address
         """,
-        r"aten::mul on stream \d+ writes memory that aten::add on stream \d+ reads",
+        r"aten::mul on stream \d+ writes memory that aclnnFlashAttentionScoreV2 .* reads",
     ),
     "an operator of ours": (
         """
@@ -88,7 +88,7 @@ MISTAKES = {
 }  # fmt: skip
 ORDERED = {
     "wait_stream": """
-        y, z = added_on_side()
+        q, z = attended_on_side()
         main.wait_stream(side)
         z.sum().item()
         """,
@@ -105,10 +105,10 @@ ORDERED = {
         z.sum().item()
         """,
     "record_stream": """
-        y, z = added_on_side()
-        y.record_stream(side)
-        del y
-        again = x * 3
+        q, z = attended_on_side()
+        q.record_stream(side)
+        del q
+        again = query * 3
         """,
     "synchronize": """
         y = x * 2
