@@ -1,6 +1,7 @@
 #include "hccl/connections.h"
 
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -9,14 +10,10 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <mutex>
 #include <string_view>
 #include <thread>
-#include <utility>
 
 namespace cann_sim {
 namespace {
@@ -30,318 +27,202 @@ std::chrono::seconds timeout(const char* variable, int usual) {
   return std::chrono::seconds(given > 0 ? given : usual);
 }
 
-struct Header {
-  std::array<char, 24> function;
-  uint64_t bytes;
-};
-
-Header header_of(std::string_view function, size_t bytes) {
-  Header header{{}, bytes};
-  function.copy(header.function.data(), header.function.size() - 1);
-  return header;
-}
-
 // In the abstract namespace: nothing is left behind in a file system.
-std::pair<sockaddr_un, socklen_t> address_of(const std::string& place, int rank) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  const auto name = place + "/" + std::to_string(rank);
-  if (name.size() + 1 > sizeof(address.sun_path)) {
-    throw ConnectionError("the name of a communicator is too long: " + name);
-  }
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
-}
-
-// Closes the socket that it owns.
-class Socket {
- public:
-  explicit Socket(int descriptor) : descriptor_(descriptor) {}
-  Socket(Socket&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(descriptor_, other.descriptor_);
-    return *this;
-  }
-  ~Socket() {
-    if (descriptor_ >= 0) {
-      ::close(descriptor_);
+struct Address {
+  Address() = default;
+  explicit Address(const std::string& name)
+      : size(static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())) {
+    if (size > sizeof(address)) {
+      throw ConnectionError("the name of a communicator is too long: " + name);
     }
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());
   }
 
-  int get() const { return descriptor_; }
-  explicit operator bool() const { return descriptor_ >= 0; }
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&address); }
+  std::string_view name() const { return {address.sun_path + 1, sizeof(address.sun_path) - 1}; }
 
- private:
-  int descriptor_;
+  sockaddr_un address{};
+  socklen_t size = sizeof(address);
 };
 
-Socket new_socket() {
-  Socket socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!socket) {
-    throw ConnectionError(std::string("no socket: ") + std::strerror(errno));
+std::string name_of(const std::string& place, int rank) {
+  return place + "/" + std::to_string(rank);
+}
+
+// What the name of a socket that is connected begins with tells the other rank whose it is.
+std::string name_of(const std::string& place, int from, int to) {
+  return name_of(place, from) + ">" + std::to_string(to) + "/";
+}
+
+Descriptor socket_with(const std::string& name) {
+  Address address(name);
+  Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!socket || ::bind(socket.get(), address.get(), address.size) != 0) {
+    throw ConnectionError("no socket " + name + ": " + std::strerror(errno));
   }
   return socket;
 }
 
 // Names in the abstract namespace have no permissions: any user may connect to one, or take it.
-bool is_of_this_user(const Socket& socket) {
+bool is_of_this_user(const Descriptor& socket) {
   ucred other{};
   socklen_t size = sizeof(other);
   return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &size) == 0 &&
          other.uid == ::geteuid();
 }
 
-Socket connect_to(const std::string& place, int rank, Clock::time_point deadline) {
-  const auto [address, size] = address_of(place, rank);
-  while (true) {
-    Socket socket = new_socket();
-    if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0) {
-      if (!is_of_this_user(socket)) {
-        throw ConnectionError("a process of another user is in the place of rank " +
-                              std::to_string(rank));
-      }
-      return socket;
-    }
+Descriptor connect(const std::string& place, int from, int to, Clock::time_point deadline) {
+  auto socket = socket_with(name_of(place, from, to) + std::to_string(::getpid()));
+  Address address(name_of(place, to));
+  while (::connect(socket.get(), address.get(), address.size) != 0) {
     if (Clock::now() > deadline) {
-      throw ConnectionError("rank " + std::to_string(rank) +
-                            " has not come (HCCL_CONNECT_TIMEOUT)");
+      throw ConnectionError("rank " + std::to_string(to) + " has not come (HCCL_CONNECT_TIMEOUT)");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
+  if (!is_of_this_user(socket)) {
+    throw ConnectionError("a process of another user is in the place of rank " +
+                          std::to_string(to));
+  }
+  return socket;
 }
 
-// Waits for one of the entries.
-bool poll_until(std::vector<pollfd>& entries, Clock::time_point deadline) {
+bool wait_for(const Descriptor& socket, short event, Clock::time_point deadline) {
   while (true) {
+    pollfd entry{socket.get(), event, 0};
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    const int ready =
-        ::poll(entries.data(), entries.size(), static_cast<int>(std::max<int64_t>(left, 0)));
+    const int ready = ::poll(&entry, 1, static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready >= 0 || errno != EINTR) {
       return ready > 0;
     }
   }
 }
 
-bool is_readable(const Socket& socket, Clock::time_point deadline) {
-  std::vector<pollfd> entries{{socket.get(), POLLIN, 0}};
-  return poll_until(entries, deadline);
-}
+// What sendmsg and recvmsg pass on: what is sent in which function, and the descriptor of memory
+// with the data. So it is small, and two ranks that send to each other do not wait for each other.
+struct Message {
+  Message() = default;
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
 
-// The connections to a listener whose processes have not said yet which rank they are.
-class Waiting {
- public:
-  explicit Waiting(const Socket& listener) : listener_(listener) {}
-
-  // The next that says so. None of the others delays it.
-  std::pair<int, Socket> next(Clock::time_point deadline) {
-    while (true) {
-      std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
-      for (const auto& socket : sockets_) {
-        entries.push_back({socket.get(), POLLIN, 0});
-      }
-      if (!poll_until(entries, deadline)) {
-        return {-1, Socket(-1)};
-      }
-      for (size_t i = sockets_.size(); i-- > 0;) {
-        if (entries[i + 1].revents) {
-          int rank = -1;
-          const auto got = ::recv(sockets_[i].get(), &rank, sizeof(rank), MSG_DONTWAIT);
-          Socket socket = std::move(sockets_[i]);
-          sockets_.erase(sockets_.begin() + static_cast<ptrdiff_t>(i));
-          if (got == sizeof(rank)) {
-            return {rank, std::move(socket)};
-          }
-        }
-      }
-      if (entries.front().revents) {
-        Socket socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-        if (socket && is_of_this_user(socket)) {
-          sockets_.push_back(std::move(socket));
-        }
-      }
-    }
-  }
-
- private:
-  const Socket& listener_;
-  std::vector<Socket> sockets_;
+  struct {
+    std::array<char, 24> function{};
+    uint64_t bytes = 0;
+  } content;
+  iovec part{&content, sizeof(content)};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> attached{};
+  msghdr header{nullptr, 0, &part, 1, attached.data(), attached.size(), 0};
 };
 
-// Returns false if the other side has ended.
-bool write_all(const Socket& socket, const char* data, size_t bytes) {
-  while (bytes) {
-    const auto written = ::send(socket.get(), data, bytes, MSG_NOSIGNAL);
-    if (written < 0 && errno == EINTR) {
-      continue;
-    }
-    if (written <= 0) {
+// Calls a function, which reads or writes a part from a place on, until all is done.
+template <typename Function>
+bool do_all(size_t bytes, const Function& function) {
+  for (size_t done = 0; done < bytes;) {
+    const auto part = function(done);
+    if (part <= 0) {
       return false;
     }
-    data += written;
-    bytes -= static_cast<size_t>(written);
+    done += static_cast<size_t>(part);
   }
   return true;
 }
 
 }  // namespace
 
-// The socket to a rank, and the thread that writes to it: two ranks that send to each other at the
-// same time must not wait for each other.
-class Connections::Peer {
- public:
-  Peer(int rank, Socket socket)
-      : rank_(rank), socket_(std::move(socket)), writer_([this] { write(); }) {}
-
-  ~Peer() {
-    flush();
-    {
-      const std::lock_guard lock(mutex_);
-      ending_ = true;
-      messages_.clear();
-    }
-    changed_.notify_all();
-    // Or the writer would wait for a rank that does not read any more.
-    ::shutdown(socket_.get(), SHUT_WR);
-    writer_.join();
+Descriptor::~Descriptor() {
+  if (number_ >= 0) {
+    ::close(number_);
   }
-  Peer(const Peer&) = delete;
-  Peer& operator=(const Peer&) = delete;
-
-  void send(const Header& header, const void* data) {
-    std::vector<char> message(sizeof(header) + header.bytes);
-    std::memcpy(message.data(), &header, sizeof(header));
-    if (header.bytes) {
-      std::memcpy(message.data() + sizeof(header), data, header.bytes);
-    }
-    {
-      const std::lock_guard lock(mutex_);
-      messages_.push_back(std::move(message));
-    }
-    changed_.notify_all();
-  }
-
-  void flush() {
-    std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::seconds(10),
-                      [this] { return idle_ && messages_.empty(); });
-  }
-
-  void receive(const Header& expected, void* data) {
-    const auto deadline = Clock::now() + timeout("HCCL_EXEC_TIMEOUT", 1836);
-    Header header{};
-    read(&header, sizeof(header), deadline);
-    if (header.function != expected.function || header.bytes != expected.bytes) {
-      throw ConnectionError("rank " + std::to_string(rank_) + " sends " +
-                            std::to_string(header.bytes) + " bytes in " + header.function.data() +
-                            ", where " + std::to_string(expected.bytes) + " are expected in " +
-                            expected.function.data());
-    }
-    read(data, header.bytes, deadline);
-  }
-
- private:
-  void read(void* data, size_t bytes, Clock::time_point deadline) {
-    auto* at = static_cast<char*>(data);
-    while (bytes) {
-      if (!is_readable(socket_, deadline)) {
-        throw ConnectionError("rank " + std::to_string(rank_) +
-                              " has sent nothing for too long (HCCL_EXEC_TIMEOUT)");
-      }
-      const auto got = ::recv(socket_.get(), at, bytes, 0);
-      if (got < 0 && errno == EINTR) {
-        continue;
-      }
-      if (got <= 0) {
-        throw ConnectionError("rank " + std::to_string(rank_) + " has ended");
-      }
-      at += got;
-      bytes -= static_cast<size_t>(got);
-    }
-  }
-
-  void write() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      changed_.wait(lock, [this] { return ending_ || !messages_.empty(); });
-      if (messages_.empty()) {
-        return;
-      }
-      const auto message = std::move(messages_.front());
-      messages_.pop_front();
-      idle_ = false;
-      lock.unlock();
-      // That the other rank has ended, this one finds out when it waits for it.
-      write_all(socket_, message.data(), message.size());
-      lock.lock();
-      idle_ = true;
-      changed_.notify_all();
-    }
-  }
-
-  int rank_;
-  Socket socket_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::vector<char>> messages_;
-  bool idle_ = true;
-  bool ending_ = false;
-  std::thread writer_;  // last: it uses all of the others
-};
+}
 
 Connections::Connections(const std::string& place, int ranks, int rank)
-    : rank_(rank), peers_(static_cast<size_t>(ranks)) {
+    : rank_(rank), sockets_(static_cast<size_t>(ranks)) {
   const auto deadline = Clock::now() + timeout("HCCL_CONNECT_TIMEOUT", 120);
-  const Socket listener = new_socket();
-  const auto [address, size] = address_of(place, rank);
-  if (::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
-      ::listen(listener.get(), SOMAXCONN) != 0) {
-    throw ConnectionError("rank " + std::to_string(rank) + " of " + place + ": " +
-                          std::strerror(errno));
-  }
-  // Each connects to those before it, and says who it is to those.
+  const auto listener = socket_with(name_of(place, rank));
+  ::listen(listener.get(), SOMAXCONN);
+  // Each connects to those before it.
   for (int other = 0; other < rank; ++other) {
-    Socket socket = connect_to(place, other, deadline);
-    write_all(socket, reinterpret_cast<const char*>(&rank), sizeof(rank));
-    peers_[static_cast<size_t>(other)] = std::make_unique<Peer>(other, std::move(socket));
+    sockets_[static_cast<size_t>(other)] = connect(place, rank, other, deadline);
   }
-  Waiting waiting(listener);
   for (int missing = ranks - rank - 1; missing > 0;) {
-    auto [other, socket] = waiting.next(deadline);
-    if (!socket) {
+    if (!wait_for(listener, POLLIN, deadline)) {
       throw ConnectionError(std::to_string(missing) +
                             " ranks have not come (HCCL_CONNECT_TIMEOUT)");
     }
-    const bool expected = other > rank && other < ranks && !peers_[static_cast<size_t>(other)];
-    if (expected) {
-      peers_[static_cast<size_t>(other)] = std::make_unique<Peer>(other, std::move(socket));
-      --missing;
+    Address from;
+    Descriptor socket(::accept4(listener.get(), from.get(), &from.size, SOCK_CLOEXEC));
+    for (int other = rank + 1; other < ranks; ++other) {
+      if (from.name().starts_with(name_of(place, other, rank)) && is_of_this_user(socket)) {
+        sockets_[static_cast<size_t>(other)] = std::move(socket);
+        --missing;
+      }
     }
   }
 }
 
-Connections::~Connections() = default;
-
-void Connections::flush() {
-  for (const auto& peer : peers_) {
-    if (peer) {
-      peer->flush();
-    }
-  }
-}
-
-Connections::Peer& Connections::peer(int rank) const {
+const Descriptor& Connections::socket(int rank) const {
   if (rank < 0 || rank >= ranks() || rank == rank_) {
     throw ConnectionError("rank " + std::to_string(rank) + " is none of the others");
   }
-  return *peers_[static_cast<size_t>(rank)];
+  return sockets_[static_cast<size_t>(rank)];
 }
 
-void Connections::send(int to, const char* function, const void* data, size_t bytes) {
-  peer(to).send(header_of(function, bytes), data);
+void Connections::send(int to, std::string_view function, const void* data, size_t bytes) {
+  const auto& other = socket(to);
+  const Descriptor memory(::memfd_create("HCCL", MFD_CLOEXEC));
+  if (!memory || !do_all(bytes, [&](size_t at) {
+        return ::pwrite(memory.get(), static_cast<const char*>(data) + at, bytes - at,
+                        static_cast<off_t>(at));
+      })) {
+    throw ConnectionError(std::string("no memory for a message: ") + std::strerror(errno));
+  }
+  Message message;
+  message.content.bytes = bytes;
+  function.copy(message.content.function.data(), message.content.function.size() - 1);
+  auto* attached = CMSG_FIRSTHDR(&message.header);
+  *attached = {
+      .cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+  const int number = memory.get();
+  std::memcpy(CMSG_DATA(attached), &number, sizeof(number));
+  const auto deadline = Clock::now() + timeout("HCCL_EXEC_TIMEOUT", 1836);
+  while (::sendmsg(other.get(), &message.header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+    if (errno == EPIPE || errno == ECONNRESET) {
+      return;  // That the other rank has ended, this one finds out when it waits for it.
+    }
+    if (errno != EAGAIN || !wait_for(other, POLLOUT, deadline)) {
+      throw ConnectionError("rank " + std::to_string(to) +
+                            " takes nothing: " + std::strerror(errno));
+    }
+  }
 }
 
-void Connections::receive(int from, const char* function, void* data, size_t bytes) {
-  peer(from).receive(header_of(function, bytes), data);
+void Connections::receive(int from, std::string_view function, void* data, size_t bytes) {
+  const auto& other = socket(from);
+  const auto rank = "rank " + std::to_string(from);
+  if (!wait_for(other, POLLIN, Clock::now() + timeout("HCCL_EXEC_TIMEOUT", 1836))) {
+    throw ConnectionError(rank + " has sent nothing for too long (HCCL_EXEC_TIMEOUT)");
+  }
+  Message message;
+  const auto got = ::recvmsg(other.get(), &message.header, MSG_CMSG_CLOEXEC);
+  const auto* attached = got > 0 ? CMSG_FIRSTHDR(&message.header) : nullptr;
+  if (!attached) {
+    throw ConnectionError(rank + " has ended");
+  }
+  int number = -1;
+  std::memcpy(&number, CMSG_DATA(attached), sizeof(number));
+  const Descriptor memory(number);
+  if (message.content.function.data() != function || message.content.bytes != bytes) {
+    throw ConnectionError(rank + " sends " + std::to_string(message.content.bytes) + " bytes in " +
+                          message.content.function.data() + ", where " + std::to_string(bytes) +
+                          " are expected in " + std::string(function));
+  }
+  if (!do_all(bytes, [&](size_t at) {
+        return ::pread(memory.get(), static_cast<char*>(data) + at, bytes - at,
+                       static_cast<off_t>(at));
+      })) {
+    throw ConnectionError(rank + " has sent too little");
+  }
 }
 
 }  // namespace cann_sim

@@ -6,12 +6,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <random>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,25 +34,6 @@ struct Communicator {
   std::string name;
 };
 
-// Communicators that are not destroyed are flushed when the process ends.
-struct Live {
-  std::mutex mutex;
-  std::set<Communicator*> communicators;
-};
-
-Live& live() {
-  static auto* instance = [] {
-    std::atexit([] {
-      const std::lock_guard lock(live().mutex);
-      for (auto* communicator : live().communicators) {
-        communicator->connections.flush();
-      }
-    });
-    return new Live;
-  }();
-  return *instance;
-}
-
 HcclResult failed(HcclResult result, const std::string& message) {
   set_error_message(message);
   return result;
@@ -64,10 +42,7 @@ HcclResult failed(HcclResult result, const std::string& message) {
 HcclResult create(const std::string& place, uint32_t ranks, uint32_t rank, const std::string& name,
                   HcclComm* result) {
   try {
-    auto* communicator = new Communicator(place, ranks, rank, name);
-    const std::lock_guard lock(live().mutex);
-    live().communicators.insert(communicator);
-    *result = communicator;
+    *result = new Communicator(place, ranks, rank, name);
     return HCCL_SUCCESS;
   } catch (const std::exception& error) {
     return failed(HCCL_E_TIMEOUT, std::string("HcclCommInit: ") + error.what());
@@ -159,12 +134,7 @@ HcclResult HcclCreateSubCommConfig(HcclComm* comm, uint32_t ranks, uint32_t*, ui
   return create(place, ranks, rank, place, sub);
 }
 HcclResult HcclCommDestroy(HcclComm comm) {
-  auto* communicator = static_cast<Communicator*>(comm);
-  {
-    const std::lock_guard lock(live().mutex);
-    live().communicators.erase(communicator);
-  }
-  delete communicator;
+  delete static_cast<Communicator*>(comm);
   return HCCL_SUCCESS;
 }
 HcclResult HcclGetCommName(HcclComm comm, char* name) {
