@@ -8,6 +8,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <limits>
 #include <vector>
 
 #include "core/error.h"
@@ -173,8 +174,10 @@ void differentiate_sink(const FlashAttentionScoreExtendedGrad& op, const at::Ten
 
 FlashAttentionScoreExtendedGrad call_of_statistics(const FlashAttentionScoreExtendedGrad& op) {
   const Rows rows(op.options, DenseLists(op.query, op.key, op.options).query_ends, op.softmax_max);
-  const auto d_lse =
-      rows.read(op.d_softmax_sum->sum(-1, /*keepdim=*/true)) * rows.read(op.softmax_sum);
+  // Nothing flows through rows without keys, whose sum is FLT_MAX.
+  const auto sum = rows.read(op.softmax_sum);
+  const auto d_lse = rows.read(op.d_softmax_sum->sum(-1, /*keepdim=*/true)) *
+                     sum.masked_fill(sum == std::numeric_limits<float>::max(), 0);
   auto call = op;
   call.d_softmax_sum.reset();
   call.value = at::zeros_like(op.value);

@@ -129,7 +129,8 @@ def leaves_of(sample: Sample) -> tuple[Sample, list[Tensor]]:
 def gradients_of_the_lse(sample: Sample) -> tuple[Tensor, ...]:
     leaf, leaves = leaves_of(sample)
     lse, _ = part(leaf)
-    return torch.autograd.grad(lse[lse.isfinite()].square().sum(), leaves)
+    total = leaf.call(torch.ops.ascend)[2].sum()
+    return torch.autograd.grad(lse[lse.isfinite()].square().sum() + total, leaves)
 
 
 def merged_gradients(sample: Sample) -> tuple[Tensor, ...]:

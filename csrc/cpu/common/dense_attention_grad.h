@@ -36,7 +36,10 @@ struct DenseAttentionGrad {
     }
     check_statistics(Op::name, softmax_max, softmax_sum, rows, kStatisticsLanes);
     if (arguments.d_softmax_sum) {
-      d_lse = arguments.d_softmax_sum->sum(-1).mul(softmax_sum.select(-1, 0)).contiguous();
+      // Nothing flows through rows without keys, whose sum is FLT_MAX.
+      const auto sum = softmax_sum.select(-1, 0);
+      const auto in_use = sum.masked_fill(sum == std::numeric_limits<float>::max(), 0);
+      d_lse = arguments.d_softmax_sum->sum(-1).mul(in_use).contiguous();
     }
   }
 
