@@ -170,9 +170,10 @@ def measure(model: Model, new: int, block_size: int, budget: int) -> dict[int, f
     for batch in 3 * list(speed):
         requests = [Request(torch.randint(512, (64,)).tolist(), new) for _ in range(max(SIZES))]
         model.set_attn_implementation("pages" if batch else "eager")
-        server = Server(model, batch * -(-(64 + new) // block_size), block_size, budget, batch)
+        blocks = batch * -(-(64 + new) // block_size)
+        server = Server(model, blocks, block_size, budget, batch) if batch else None
         start = time.perf_counter()
-        if batch:
+        if server:
             server.serve(requests)
         else:
             for request in requests:
