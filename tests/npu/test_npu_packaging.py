@@ -40,6 +40,7 @@ def run(*arguments: str, folder: Path = ROOT, **variables: str) -> subprocess.Co
 
 def files_of_wheel(project: Path, folder: Path) -> set[str]:
     """Return the files of the wheel that is built where torch_npu is installed."""
+    folder.mkdir()
     compiler = folder / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -49,28 +50,24 @@ def files_of_wheel(project: Path, folder: Path) -> set[str]:
         folder=project, CXX=str(compiler), CC=str(compiler), PYTHONPATH="",
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
-    (wheel,) = folder.glob("*.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
+    return set(zipfile.ZipFile(next(folder.glob("*.whl"))).namelist())
 
 
 @nightly
 def test_the_wheels_share_no_file(tmp_path: Path) -> None:
     """Uninstalling one leaves the other whole; only the simulator has libraries of CANN's names."""
     files = {}
-    for name, project in (("ascend_attn_ops", ROOT), ("cann_simulator", ROOT / "simulation")):
-        folder = tmp_path / name
-        folder.mkdir()
-        files[name] = files_of_wheel(project, folder)
-        assert {file.partition("/")[0].partition("-")[0] for file in files[name]} == {name}
-    libraries = {name: {file for file in files[name] if file.endswith(".so")} for name in files}
-    assert {Path(file).name.partition(".")[0] for file in libraries["ascend_attn_ops"]} == {
-        "_C", "_npu",
-    }  # fmt: skip
+    for name, project, packages in (
+        ("ascend_attn_ops", ROOT, {"ascend_attn_ops", "ascend_attn_check"}),
+        ("cann_simulator", ROOT / "simulation", {"cann_simulator"}),
+    ):
+        files[name] = files_of_wheel(project, tmp_path / name)
+        assert {file.partition("/")[0].partition("-")[0] for file in files[name]} == packages
+    ours, simulated = ({Path(x) for x in names if x.endswith(".so")} for names in files.values())
+    assert {file.name.partition(".")[0] for file in ours} == {"_C", "_npu"}
     assert not [file for file in files["ascend_attn_ops"] if "simul" in file]
-    assert {Path(file).parent.as_posix() for file in libraries["cann_simulator"]} == {
-        "cann_simulator/cann/lib64"
-    }
-    assert "cann_simulator/cann/lib64/libascendcl.so" in libraries["cann_simulator"]
+    assert {file.parent.as_posix() for file in simulated} == {"cann_simulator/cann/lib64"}
+    assert Path("cann_simulator/cann/lib64/libascendcl.so") in simulated
     assert "cann_simulator/cann/opp/version.info" in files["cann_simulator"]
 
 
