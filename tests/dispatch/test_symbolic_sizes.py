@@ -43,14 +43,17 @@ SHOWN = first_of_each(ALL, kind_of, per_commit)
 ON_DEVICE = first_of_each([x for x in ALL if x.on_device], kind_of, per_commit)
 
 
-def trace(recipe: Recipe, symbols: DimDynamic) -> ShapeEnv:
+def trace(recipe: Recipe, symbols: str) -> ShapeEnv:
+    undecided = symbols == "no hints" and any(x in recipe.id for x in ("kv_quant", "pse0full"))
+    if undecided and torch.__version__ < (2, 8):
+        pytest.skip("torch 2.7 does not decide whether these strides are channels_last")
     sizes = ShapeEnv(duck_shape=False, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=False)
     names = iter(range(100))
 
     def fake(x: Tensor) -> Tensor:
         context = StatelessSymbolicContext(
-            dynamic_sizes=[symbols] * x.dim(), constraint_sizes=[None] * x.dim()
+            dynamic_sizes=[SYMBOLS[symbols]] * x.dim(), constraint_sizes=[None] * x.dim()
         )
         source = ConstantSource(f"tensor{next(names)}")
         return mode.from_tensor(x, symbolic_context=context, source=source)
@@ -73,7 +76,7 @@ def trace(recipe: Recipe, symbols: DimDynamic) -> ShapeEnv:
 @pytest.mark.parametrize("symbols", SYMBOLS)
 @pytest.mark.parametrize("recipe", SHOWN)
 def test_without_limits(recipe: Recipe, symbols: str) -> None:
-    sizes = trace(recipe, SYMBOLS[symbols])
+    sizes = trace(recipe, symbols)
     constants = {int(x) for x in sizes.replacements.values() if x.is_number}
     options = recipe.make(torch.bfloat16).options.values()
     assert constants <= PRESCRIBED | {x for x in options if isinstance(x, int)}
@@ -83,7 +86,7 @@ def test_without_limits(recipe: Recipe, symbols: str) -> None:
 @pytest.mark.parametrize("recipe", ON_DEVICE)
 def test_under_the_limits_of_a_device(recipe: Recipe, symbols: str) -> None:
     with ops.limits("A2"):
-        trace(recipe, SYMBOLS[symbols])
+        trace(recipe, symbols)
 
 
 def test_no_operator_is_left_out() -> None:

@@ -33,10 +33,8 @@ COMPRESSED_INDEXER, COMPRESS = "lightning_indexer with compressed keys", "compre
 LOSS_WITH_TARGET = "lightning_indexer_kl_loss with a target"
 # Arguments that the fuzzer would draw.
 COMMON: dict[str, dict[str, Any]] = {
-    INDEXER: {"return_values": False},
-    LOSS: {"reduction": "sum"},
-    LOSS_WITH_TARGET: {"reduction": "sum", "normalize_target": False},
-    COMPRESS: {"overlap": True},
+    INDEXER: {"return_values": False}, LOSS: {"reduction": "sum"},
+    LOSS_WITH_TARGET: {"reduction": "sum", "normalize_target": False}, COMPRESS: {"overlap": True},
     MLA_WITH_LOSS: {"indexer_loss_weight": 0.5, "on_loss": None},
     **{x: {"method": x, "sparse_mode": 0, "scale_value": 1.0} for x in METHODS},
 }  # fmt: skip

@@ -18,6 +18,7 @@ from compressed_layer import COUNT, CSA, DIM, INDEX_DIM, LEFT
 from sparse_layer import KEYS, QUERIES, SCALE, Sizes, gradients, inputs, relative_error, same
 from support.checkout import EXAMPLES
 from support.processes import on_ranks, rank_counts
+from support.torch_defects import NOT_WITH_2_7
 from support.turns import nightly
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -28,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 SIZES = Sizes()
 LENGTHS = [19, 6, 40]
 METHODS = ("allgather", "ulysses", "ring")
-compiled_ranks = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch 2.7 cannot trace it")
 
 
 def local_leaves(shards: SequenceShards, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def in_a_step(group: ProcessGroup, step: Any, lengths: list[int]) -> None:
 
 
 @pytest.mark.smoke
-@compiled_ranks
+@NOT_WITH_2_7
 @rank_counts(2, 3)
 @pytest.mark.parametrize("step", [layer, compressed])
 def test_compiled_recomputed_and_kept(step: Any, ranks: int) -> None:
@@ -104,6 +104,7 @@ def test_compiled_recomputed_and_kept(step: Any, ranks: int) -> None:
 
 
 @nightly
+@NOT_WITH_2_7
 def test_ranks_with_different_numbers_of_parts() -> None:
     on_ranks(3, in_a_step, layer, [4, 1, 1])
 
@@ -143,7 +144,7 @@ def compiled_for_a_rank_without_tokens(group: ProcessGroup) -> str:
 
 
 @pytest.mark.smoke
-@compiled_ranks
+@NOT_WITH_2_7
 def test_compile_refuses_a_rank_without_tokens() -> None:
     for text in on_ranks(3, compiled_for_a_rank_without_tokens):
         assert (
@@ -171,9 +172,10 @@ def in_autocast(group: ProcessGroup, compiled: bool) -> None:
             assert relative_error(d, wanted[name]) <= 1e-2, name
 
 
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=nightly)], ids=["eager", "compiled"]
-)
+COMPILED = pytest.param(True, marks=[nightly, NOT_WITH_2_7], id="compiled")
+
+
+@pytest.mark.parametrize("compiled", [False, COMPILED])
 def test_autocast(compiled: bool) -> None:
     on_ranks(2, in_autocast, compiled)
 
@@ -207,6 +209,7 @@ def compiled_at_once(group: ProcessGroup) -> None:
             step(shards, x)
 
 
+@NOT_WITH_2_7
 def test_compiled_code_wants_its_shards_of_compressed_keys_before() -> None:
     on_ranks(2, compiled_at_once)
 

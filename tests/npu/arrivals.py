@@ -31,7 +31,8 @@ def arrivals(operator: str, argument: str) -> Iterator[list[Tensor | None]]:
         return tree_map(lambda x: torch.ones_like(x, device="cpu"), outputs)
 
     library = Library("ascend", "IMPL")
-    library.impl(operator, record, "CPU", allow_override=True)
+    override = {"allow_override": True} if torch.__version__ >= (2, 8) else {}
+    library.impl(operator, record, "CPU", **override)
     try:
         yield found
     finally:

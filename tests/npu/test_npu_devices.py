@@ -318,8 +318,7 @@ PROMPT_FUNCTION = (
 PROMPT_CASES = [x for x in prompt_flash_attention.CASES if x.inputs == "float"]
 ONE_QUERY = PromptCase(b=3, s=(1, 9), heads=(4, 2), d=16)
 ONE_QUERY_CASES = [
-    ONE_QUERY,
-    replace(ONE_QUERY, lengths=((1, 0, 1), (9, 4, 0)), layout="BSH"),
+    ONE_QUERY, replace(ONE_QUERY, lengths=((1, 0, 1), (9, 4, 0)), layout="BSH"),
     replace(ONE_QUERY, mode=2, lengths=(None, (9, 4, 0))),
     replace(ONE_QUERY, mode=3, lengths=((1, 0, 1), (9, 4, 5)), layout="BSND"),
     replace(ONE_QUERY, mode=4, pre=8, next=-3, lengths=(None, (9, 4, 6))),

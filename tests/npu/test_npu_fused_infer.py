@@ -26,8 +26,7 @@ ONE_QUERY = InferCase(b=3, s=(1, 9), heads=(4, 2), lse=True)
 PAGED = replace(ONE_QUERY, s=(1, 0), lengths=(None, (40, 0, 33)), pages="rows", layout="BSND")
 
 DECODING = [
-    ONE_QUERY,
-    replace(ONE_QUERY, lengths=((1, 0, 1), (9, 4, 0)), layout="BSH"),
+    ONE_QUERY, replace(ONE_QUERY, lengths=((1, 0, 1), (9, 4, 0)), layout="BSH"),
     replace(ONE_QUERY, lengths=((1, 0, 1), (9, 4, 0)), sink="query"),
     replace(ONE_QUERY, mode=2, lengths=(None, (9, 4, 0))),
     replace(ONE_QUERY, mode=3, lengths=((1, 0, 1), (9, 4, 5)), layout="BSND"),
@@ -35,16 +34,13 @@ DECODING = [
     replace(ONE_QUERY, mode=4, pre=4, next=0, lengths=((1, 1, 0), (9, 4, 6))),
     replace(ONE_QUERY, mask="BS", pre=-2, next=5),
     replace(ONE_QUERY, mask="B1S", larger=(2, 3), next=4, pre=0),
-    replace(ONE_QUERY, mask="S", next=0),
-    replace(ONE_QUERY, mask="S", mode=1, layout="BNSD_BSND"),
-    PAGED,
-    replace(PAGED, mode=3, lengths=((0, 1, 1), (40, 16, 33)), sink="float32"),
+    replace(ONE_QUERY, mask="S", next=0), replace(ONE_QUERY, mask="S", mode=1, layout="BNSD_BSND"),
+    PAGED, replace(PAGED, mode=3, lengths=((0, 1, 1), (40, 16, 33)), sink="float32"),
     replace(PAGED, mask="S", mask_dtype=torch.int8),
 ]  # fmt: skip
 # Rows without keys, in every way that a call can have them.
 WITHOUT_KEYS = [
-    InferCase(s=(9, 4), mode=3, lse=True),
-    InferCase(s=(9, 4), mode=3, lse=True, sink="float32"),
+    InferCase(s=(9, 4), mode=3, lse=True), InferCase(s=(9, 4), mode=3, lse=True, sink="float32"),
     InferCase(s=(9, 12), lengths=((7, 2), (12, 0)), lse=True, sink="query", layout="BSH"),
     InferCase(s=(9, 12), mask="BS", lse=True, sink="query", layout="BSND"),
     InferCase(s=(9, 12), mask="BS", lse=True, layout="BSND_BNSD"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import ascend_attn_ops as ops
@@ -39,9 +39,8 @@ each_sample = pytest.mark.parametrize("sample", SAMPLES, ids=lambda x: x.operato
 
 @pytest.fixture(params=[None, "npu"])
 def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    torch.set_default_device(request.param)
-    yield
-    torch.set_default_device(None)
+    with torch.device(request.param) if request.param else nullcontext():
+        yield
 
 
 @pytest.mark.usefixtures("default_device", "unchecked")

@@ -66,7 +66,7 @@ def valid_tokens(case: SparseCase) -> Tensor:
 def loss_of(sample: Sample, **options: Any) -> Tensor:
     given = {**sample.arguments, **options}
     if "attn_softmax_l1_norm" in given:
-        given |= {"query": None, "key": None, "target": given.pop("attn_softmax_l1_norm")}
+        given.update(query=None, key=None, target=given.pop("attn_softmax_l1_norm"))
     return ops.lightning_indexer_kl_loss(**given)
 
 

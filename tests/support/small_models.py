@@ -12,16 +12,14 @@ VOCABULARY = 97
 
 _DENSE = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": None,
-    "bos_token_id": None, "eos_token_id": None,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2,
+    "max_position_embeddings": 256, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None
 }  # fmt: skip
 _SPARSE = {
-    **_DENSE, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 48,
+    **_DENSE, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 48, "n_group": 1,
     "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20,
-    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-    "num_experts_per_tok": 2, "first_k_dense_replace": 2, "index_n_heads": 16,
-    "index_head_dim": 32, "index_topk": 12,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "topk_group": 1, "index_topk": 12,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 2, "index_n_heads": 16, "index_head_dim": 32,
 }  # fmt: skip
 del _SPARSE["head_dim"]
 # torch's grouped products of matrices, the default of the experts, take no float64.

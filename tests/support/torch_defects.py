@@ -15,6 +15,9 @@ INDUCTOR_LOSES_THE_OFFSET = pytest.mark.skipif(
 EXPORT_LOSES_SIZES = pytest.mark.skipif(
     torch.__version__ < (2, 8), reason="torch.export of 2.7 loses a size in any autograd.Function"
 )
+# Its dynamo has no guards for the ranks' functions, and does not know the layers of transformers'
+# cache; its AOTInductor loses lists of numbers.
+NOT_WITH_2_7 = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch 2.7 fails")
 # Any module does whose sizes are compared.
 EXPORT_LOSES_STAR_ARGUMENTS = pytest.mark.skipif(
     (2, 9) <= torch.__version__ < (2, 10),

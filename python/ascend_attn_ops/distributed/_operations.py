@@ -262,8 +262,8 @@ class DenseAttention(Operation):
         # A share no longer shows what is wrong with the whole.
         with limits(None):
             super().on_meta(part, tensors)
-        heads = {"num_heads": self.options["num_heads"]}
-        heads |= {name: x.shape[-2] for name, x in tensors.items() if x is not None and x.dim() > 2}
+        heads = {name: x.shape[-2] for name, x in tensors.items() if x is not None and x.dim() > 2}
+        heads = {"num_heads": self.options["num_heads"], **heads}
         for name, count in heads.items():
             if count % self.ranks:
                 text = f"that the {self.ranks} ranks divide (method 'ulysses')"

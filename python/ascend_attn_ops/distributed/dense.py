@@ -93,7 +93,7 @@ def flash_attention_score(
         "sparse_mode": 3 if sparse_mode == 2 else sparse_mode, "layout": "BSND",
     }  # fmt: skip
     if sparse_mode == 4:
-        options |= {"pre_tokens": pre_tokens, "next_tokens": next_tokens}
+        options.update(pre_tokens=pre_tokens, next_tokens=next_tokens)
     operation = DenseAttention(options)
     tensors = {
         "query": query, "query_rope": query_rope, "sink": sink,

@@ -200,7 +200,7 @@ class SequenceShards(Layout):
 
 def check_local(where: str, argument: str, x: object) -> None:
     """Raise unless x is a plain tensor with memory, which can be sent."""
-    if not isinstance(x, Tensor) or isinstance(x, DTensor | FakeTensor):
+    if not isinstance(x, Tensor) or isinstance(x, (DTensor, FakeTensor)):
         expected = "a tensor of this rank's tokens"
         raise wrong(TypeError, where, argument, expected, type(x).__name__)
     check_tensor(where, argument, x)

@@ -59,8 +59,8 @@ def attend_with_cache(
     check_flag(name, "return_softmax_lse", return_softmax_lse)
     options = conventions.options_of(
         name, causal, window_size, softmax_scale, softcap, alibi_slopes, 0.0, return_softmax_lse,
-        sinks,
-    )._replace(lengths=("cu_seqlens_q", "cache_seqlens"))  # fmt: skip
+        sinks, ("cu_seqlens_q", "cache_seqlens"),
+    )  # fmt: skip
     for argument, given in (
         ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad),
     ):  # fmt: skip

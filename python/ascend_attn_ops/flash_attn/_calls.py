@@ -53,7 +53,7 @@ def attend(
         options, flash_attention_score, q, k, v, layout="BSND", pse_shift=options.slopes,
         pse_type=1 if options.slopes is None else 2, scale_value=options.scale,
         dropout_p=options.dropout_p, sink=options.sink, actual_seq_lengths_key=used,
-        **options.mask._asdict(),
+        **options.mask.arguments(),
     )  # fmt: skip
     if not options.return_lse:
         return out, None
@@ -121,7 +121,7 @@ def infer(
         options, fused_infer_attention_score, q, k, v, num_key_value_heads=heads, layout=layout,
         actual_seq_lengths_query=q_ends, actual_seq_lengths_key=k_lengths, block_table=table,
         sink=options.sink, scale_value=options.scale, return_softmax_lse=options.return_lse,
-        **options.mask._asdict(),
+        **options.mask.arguments(),
     )  # fmt: skip
     if not options.return_lse:
         return out, None
@@ -282,7 +282,7 @@ def packed_call(options: Options, q: Tensor, k: Tensor, pack: Pack) -> PackedCal
     keywords: dict[str, Any] = {
         "layout": "TND", "actual_seq_lengths_query": pack.q_ends,
         "actual_seq_lengths_key": pack.k_ends, "scale_value": options.scale,
-        **options.mask._asdict(),
+        **options.mask.arguments(),
     }  # fmt: skip
     slopes = options.slopes
     if slopes is None:
@@ -298,10 +298,9 @@ def packed_call(options: Options, q: Tensor, k: Tensor, pack: Pack) -> PackedCal
             pse = torch.cat((slopes, slopes[-1:]))
             keywords["actual_seq_lengths_query"] = [*q_ends, 0]
             keywords["actual_seq_lengths_key"] = [*k_ends, 0]
-    keywords |= {
-        "pse_shift": pse, "pse_type": 2, "q_start_idx": [max(lead, 0)],
-        "kv_start_idx": [max(-lead, 0)],
-    }  # fmt: skip
+    keywords.update(
+        pse_shift=pse, pse_type=2, q_start_idx=[max(lead, 0)], kv_start_idx=[max(-lead, 0)]
+    )
     return PackedCall(keywords, slopes, q_ends, excess)
 
 

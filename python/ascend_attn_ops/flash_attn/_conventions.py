@@ -38,6 +38,11 @@ class Mask(NamedTuple):
     pre_tokens: int = ALL_TOKENS
     next_tokens: int = ALL_TOKENS
 
+    def arguments(self) -> dict[str, int]:
+        """_asdict(), which dynamo of torch 2.7 does not trace."""
+        tokens = {"pre_tokens": self.pre_tokens, "next_tokens": self.next_tokens}
+        return {"sparse_mode": self.sparse_mode, **tokens}
+
     @property
     def looks_back(self) -> bool:
         """Whether no key comes after the diagonal."""
@@ -108,6 +113,7 @@ def options_of(
     dropout_p: float,
     return_lse: bool,
     sinks: Sinks = (None, None),
+    lengths: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k"),
 ) -> Options:
     """Check what the operator knows by other names; the rest is the operator's to refuse."""
     if softmax_scale is not None and not isinstance(softmax_scale, float):
@@ -127,7 +133,7 @@ def options_of(
         raise wrong(TypeError, function, "alibi_slopes", expected, type(slopes).__name__)
     mask = mask_of(function, causal, window_size)
     sink = _sink_of(function, *sinks)
-    return Options(function, mask, slopes, softmax_scale, dropout_p, return_lse, sink)
+    return Options(function, mask, slopes, softmax_scale, dropout_p, return_lse, sink, lengths)
 
 
 def _sink_of(function: str, s_aux: Tensor | None, learnable_sink: Tensor | None) -> Tensor | None:

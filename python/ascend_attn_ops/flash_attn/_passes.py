@@ -39,7 +39,7 @@ def gradients(
         return dq, dk, dv
     keywords = {
         "layout": "BSND", "pse_shift": options.slopes,
-        "pse_type": 1 if options.slopes is None else 2, **options.mask._asdict(),
+        "pse_type": 1 if options.slopes is None else 2, **options.mask.arguments(),
     }  # fmt: skip
     maximum, total = _statistics(q, lse)
     return _gradients(options, dout, q, k, v, out, maximum, total, keywords)

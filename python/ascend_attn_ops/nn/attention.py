@@ -122,14 +122,14 @@ def attention(
         if query.dim() == key.dim() == value.dim() == 3:
             _check_heads([x.shape[1] for x in (query, key, value)], enable_gqa)
         if chosen is not None:
-            options |= chosen.arguments(batch=len(ends))
+            options.update(chosen.arguments(batch=len(ends)))
         return _call(query, key, value, layout="TND", **options)
     bias = None if chosen is not None else attn_mask
     query, key, value, bias, axes = _four_axes(query, key, value, bias, enable_gqa)
     if bias is not None:
-        options |= _operators_mask(bias, query, key)
+        options.update(_operators_mask(bias, query, key))
     elif chosen is not None:
-        options |= chosen.arguments(query.shape[2], key.shape[2], query.shape[0])
+        options.update(chosen.arguments(query.shape[2], key.shape[2], query.shape[0]))
     out = _call(query, key, value, layout="BNSD", **options)
     return out if out.dim() == len(axes) + 2 else out.reshape(*axes, *out.shape[2:])
 

@@ -77,7 +77,8 @@ class LatentInputs(NamedTuple):
         dtype = self.projections.query_index.dtype
         # Keys that travel between ranks are no tensors yet.
         query, query_rope, latent, key_rope = (
-            x.to(dtype) if isinstance(x, Tensor) else x for x in self[:4]
+            x.to(dtype) if isinstance(x, Tensor) else x
+            for x in (self.query, self.query_rope, self.latent, self.key_rope)
         )
         loss: Tensor = operators.lightning_indexer_kl_loss(
             query, latent, *self.projections, indices, softmax_max=statistics[0],
@@ -282,5 +283,6 @@ def _in_pages(inputs: LatentInputs, pages: LayerPages) -> LatentInputs:
     rope = pages.pages.get("rope", latent)  # rows of int8 have their ropes
     projections = inputs.projections
     if projections is not None:
-        projections = projections._replace(key_index=pages.pages["index"])
+        query_index, _, weights = projections
+        projections = IndexerProjections(query_index, pages.pages["index"], weights)
     return LatentInputs(inputs.query, inputs.query_rope, latent, rope, projections)

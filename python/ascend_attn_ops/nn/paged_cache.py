@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from ascend_attn_ops.ops.scatter_pa_kv_cache import scatter_pa_kv_cache_
 _NAME = "ascend::PagedCache"
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)  # dynamo before torch 2.13 knows no property of a NamedTuple
+class Step:
     """T new tokens of B sequences, one sequence after another.
 
     :meth:`ascend_attn_ops.PagedCache.append` returns it.

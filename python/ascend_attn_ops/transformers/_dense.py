@@ -47,9 +47,9 @@ _REFUSED = {
 }
 
 # Layers with an indexer, and those that append keys of their own.
-_FOR_ENABLE_DSA = frozenset(
-    {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
-)
+_FOR_ENABLE_DSA = (
+    "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+)  # fmt: skip
 
 _registered: Patch | None = None
 
@@ -182,7 +182,7 @@ def mask(
     if not is_compiling():
         _once.begin()
     layer_types = getattr(config, "layer_types", None) or ()
-    if not _FOR_ENABLE_DSA.isdisjoint(layer_types):
+    if any(kind in _FOR_ENABLE_DSA for kind in layer_types):
         what = "load the model with another implementation and call enable_dsa(model)"
         hint = what if config.model_type in SERVED else ANOTHER_INDEXER
         got = f"{type(config).__name__}; {hint}"
@@ -318,7 +318,7 @@ def attention(
             raise wrong(NotImplementedError, _WHERE, name, expected, got)
     options: dict[str, Any] = {"num_heads": query.shape[1], "scale_value": scaling, "sink": s_aux}
     if "write_index" in kwargs:
-        options |= {**_mode(True, sliding_window), "num_key_value_heads": key.shape[1]}
+        options.update(_mode(True, sliding_window), num_key_value_heads=key.shape[1])
         return _paged.attention(module, query, key, value, options, kwargs), None
     options["dropout_p"] = dropout
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -334,7 +334,7 @@ def attention(
         causal, ends = True, cast("Tensor", attention_mask).flatten()
         pack = pack or Sequences(ends, ends, None)
     elif attention_mask is not None:
-        options |= _pairs(module, query, attention_mask, keys)
+        options.update(_pairs(module, query, attention_mask, keys))
     elif causal and queries > 1:
         # A static cache has room behind the tokens.
         key, value = key[:, :, :queries], value[:, :, :queries]
@@ -344,7 +344,7 @@ def attention(
     if "sparse_mode" not in options:
         if causal and pack is None:
             pack = _of_positions(module, kwargs.get("position_ids"), query, key.shape[2])
-        options |= _mode(causal, sliding_window, key.shape[2])
+        options.update(_mode(causal, sliding_window, key.shape[2]))
     if pack is None:
         out, *_ = ops.flash_attention_score(query, key, value, **options, layout="BNSD")
         return out.transpose(1, 2).contiguous(), None
@@ -373,7 +373,7 @@ def _pairs(module: nn.Module, query: Tensor, mask: Tensor, keys: int) -> dict[st
             kept, bias = _once.read(module, mask, lambda x: _kept_and_bias(x, query.dtype, True))
         mask = kept
         if bias is not None:
-            options |= {"pse_shift": bias[..., :keys], "pse_type": 0}
+            options.update(pse_shift=bias[..., :keys], pse_type=0)
     batch = len(query) if mask.shape[1] > 1 else -1
     return {**options, "attn_mask": mask[..., :keys].expand(batch, -1, query.shape[2], -1)}
 
