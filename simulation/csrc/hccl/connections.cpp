@@ -50,7 +50,7 @@ std::string name_of(const std::string& place, int rank) {
   return place + "/" + std::to_string(rank);
 }
 
-// What the name of a socket that is connected begins with tells the other rank whose it is.
+// The name of a socket that is connected begins so: it tells the other rank whose it is.
 std::string name_of(const std::string& place, int from, int to) {
   return name_of(place, from) + ">" + std::to_string(to) + "/";
 }
@@ -99,8 +99,8 @@ bool wait_for(const Descriptor& socket, short event, Clock::time_point deadline)
   }
 }
 
-// What sendmsg and recvmsg pass on: what is sent in which function, and the descriptor of memory
-// with the data. So it is small, and two ranks that send to each other do not wait for each other.
+// sendmsg and recvmsg pass on what is sent in which function, and the descriptor of memory with the
+// data. So a message is small, and two ranks that send to each other do not wait for each other.
 struct Message {
   Message() = default;
   Message(const Message&) = delete;
