@@ -178,9 +178,7 @@ def errors_of(recipe: Recipe, sample: Sample, mesh: DeviceMesh, place: Place) ->
     for x, y in zip(actual, expected, strict=True):
         assert (x is None) == (y is None)
         if isinstance(x, DTensor) and y is not None:
-            # torch 2.14 detaches no tensor of HeadsOfSequences(), which has no gradient anyway.
-            x = x.detach() if x.requires_grad else x
-            largest = max(largest, error_of(x, y.detach(), sample))
+            largest = max(largest, error_of(x.detach(), y.detach(), sample))
     return largest
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -156,6 +156,13 @@ def enable_dtensor() -> None:
     for name in LINES:
         rule = partial(_call, _Operator(name))
         torch.library.register_torch_dispatch(f"ascend::{name}", DTensor, rule)
+    # From 2.14 on, torch lists the placements that detach() keeps, and autograd detaches what it
+    # saves.
+    propagator, detach = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten.detach.default
+    listed = getattr(propagator, "op_single_dim_strategy_funcs", {})
+    if known := listed.get(detach):
+        kept = [HeadsOfSequences(), HeadsOfSequences()]
+        listed[detach] = replace(known, func=lambda *schemas: [*known(*schemas), kept])
 
 
 class _Operator:
