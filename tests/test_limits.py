@@ -106,7 +106,8 @@ def test_a_reader_that_leaves_early() -> None:
         assert program.stderr is not None
         assert program.stdout.readline().startswith(b"sparse_mode 0")
         program.stdout.close()
-        assert b"Error" not in program.stderr.read()
+        said = program.stderr.read().splitlines()
+        assert [line for line in said if b"triton not found" not in line] == []  # torch 2.14's
     assert program.returncode == -signal.SIGPIPE
 
 

@@ -50,7 +50,8 @@ def files_of_wheel(project: Path, folder: Path) -> set[str]:
         folder=project, CXX=str(compiler), CC=str(compiler), PYTHONPATH="",
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
-    return set(zipfile.ZipFile(next(folder.glob("*.whl"))).namelist())
+    (wheel,) = folder.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
 
 
 @nightly

@@ -4,8 +4,6 @@ import inspect
 import re
 from importlib import import_module
 
-import pytest
-import torch
 from support import fresh
 
 PARTS = ("ops", "nn", "debug", "flash_attn", "flash_attn.flash_attn_3", "torch_npu", "distributed")
@@ -35,12 +33,14 @@ def test_sections_of_docstrings() -> None:
 
 
 PROGRAM = """
-import doctest, importlib, sys, torch.distributed as dist
+import doctest, importlib, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 failed = 0
 for part in {parts}:
     module = importlib.import_module(f"ascend_attn_ops.{{part}}")
     for name in module.__all__:
+        if name == "register_flash_attention_impl" and torch.__version__ < (2, 13):
+            continue  # varlen_attn of torch 2.10 lacks arguments of its example
         item = getattr(module, name)
         for test in doctest.DocTestFinder().find(item, name, module=False, globs={{}}):
             failed += doctest.DocTestRunner().run(test).failed
@@ -48,7 +48,6 @@ sys.exit(failed)
 """
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="they use what torch 2.13 has")
 def test_the_examples_of_docstrings() -> None:
     ended = fresh.run(PROGRAM.format(parts=PARTS))
     assert ended.status == 0, ended.out + ended.err

@@ -17,7 +17,7 @@ EXPORT_LOSES_SIZES = pytest.mark.skipif(
 )
 # Its dynamo has no guards for the ranks' functions, and does not know the layers of transformers'
 # cache; its AOTInductor loses lists of numbers.
-NOT_WITH_2_7 = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch 2.7 fails")
+NOT_WITH_2_7 = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch 2.7 cannot do it")
 # Any module does whose sizes are compared.
 EXPORT_LOSES_STAR_ARGUMENTS = pytest.mark.skipif(
     (2, 9) <= torch.__version__ < (2, 10),

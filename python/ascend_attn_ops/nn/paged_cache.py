@@ -18,7 +18,7 @@ from ascend_attn_ops.ops.scatter_pa_kv_cache import scatter_pa_kv_cache_
 _NAME = "ascend::PagedCache"
 
 
-@dataclass(frozen=True)  # dynamo before torch 2.13 knows no property of a NamedTuple
+@dataclass(frozen=True)  # dynamo of torch 2.10 reads no property of a NamedTuple
 class Step:
     """T new tokens of B sequences, one sequence after another.
 

@@ -140,7 +140,10 @@ Connections::Connections(const std::string& place, int ranks, int rank)
     : rank_(rank), sockets_(static_cast<size_t>(ranks)) {
   const auto deadline = Clock::now() + timeout("HCCL_CONNECT_TIMEOUT", 120);
   const auto listener = socket_with(name_of(place, rank));
-  ::listen(listener.get(), SOMAXCONN);
+  if (::listen(listener.get(), SOMAXCONN) != 0) {
+    throw ConnectionError("rank " + std::to_string(rank) + " of " + place + ": " +
+                          std::strerror(errno));
+  }
   // Each connects to those before it.
   for (int other = 0; other < rank; ++other) {
     sockets_[static_cast<size_t>(other)] = connect(place, rank, other, deadline);

@@ -42,8 +42,8 @@ class Connections {
   int ranks() const { return static_cast<int>(sockets_.size()); }
   int rank() const { return rank_; }
 
-  // Copies the data, and does not wait for the receiver. `function` says what is being done: the
-  // receiver must do the same.
+  // Copies the data, and waits for the receiver only where that is hundreds of messages behind.
+  // `function` says what is being done: the receiver must do the same.
   void send(int to, std::string_view function, const void* data, size_t bytes);
   // Waits for what the other rank sends next.
   void receive(int from, std::string_view function, void* data, size_t bytes);
