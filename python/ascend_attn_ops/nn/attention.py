@@ -34,11 +34,11 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    window: Sequence[int] | None = None,
     dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    window: Sequence[int] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
@@ -215,7 +215,7 @@ def _four_axes(
         numbers = [number] * 3
     _check_heads(numbers, bool(enable_gqa))
     query, key, value = (
-        x.expand(*lead, n, -1, -1).reshape(-1, n, *x.shape[-2:])
+        x.expand(*lead, n, -1, -1).flatten(0, -4)
         for x, n in zip((query, key, value), numbers, strict=True)
     )
     if attn_mask is not None:
