@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_limits")
 CLOSE = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rtol": 1e-4, "atol": 1e-4}}
 DENSE = ["Llama", "Qwen3", "Mistral", "GptOss"]
 # MiMo has sinks in its sliding layers only, and values smaller than keys; Gemma3 no soft cap.
-OTHERS = ["GraniteMoeSWA", "Flint", "MiMo-V2-Flash", "Gemma3"]
+OTHERS = ["GraniteMoeSWA", "Flint", "MiMo-V2-Flash", "Gemma3", "Doge"]
 # Full attention is causal, and sliding windows are a band. GptOss has both in turns.
 MODES = {"Mistral": {4}, "GptOss": {3, 4}}
 
