@@ -151,6 +151,8 @@ def test_other_attention_is_served_as_before() -> None:
 
 
 LACKING = {"Gemma2": "softcap", "ImageGPT": "models compute it themselves"}
+if transformers.__version__ >= "5.24":  # which updates a cache before the attention
+    LACKING["DiffLlama"] = "expected what the model caches"
 
 
 @pytest.mark.parametrize("name", LACKING)

@@ -1,11 +1,9 @@
 """ascend_attn_ops.attention in place of torch's scaled_dot_product_attention, in float64.
 
 torch's test/test_transformers.py (commit 00030eb8) has 365 cases for its function on a CPU. 327
-apply, and pass: 10 without dropout in TestTransformers; in TestSDPA 2 gradchecks, 256 against
-the math backend, 32 with masks, 1 of infinities and 1 of a negative scale; 6 failures of dtypes and
-ranks; 19 of TestAttnBias. 38 do not: 20 that draw torch's dropout mask, 16 about the choice of a
-backend, 2 that torch skips. The 13 calls without dropout among the samples of its OpInfo in torch
-2.13 pass in float32 and float64. The programs here vary the same: shapes, masks, dtypes, gradients.
+apply, and pass; 38 do not: 20 that draw torch's dropout mask, 16 about the choice of a backend, 2
+that torch skips. The 13 calls without dropout among the samples of its OpInfo in torch 2.13 pass in
+float32 and float64. The programs here vary the same: shapes, masks, dtypes, gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ BOOL = {
     "of padding": (2, 1, 1, SKV), "of all": (2, 4, SQ, SKV), "of queries": (2, 1, SQ, 1),
     "of heads' keys": (1, 4, 1, SKV), "of each head's keys": (2, 4, 1, SKV),
 }  # fmt: skip
-
-
 COMPILED = torch.compile(ops.attention, fullgraph=True, backend="aot_eager")
 
 

@@ -55,6 +55,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
         "n_routed_experts": 4,
     }),
+    "DiffLlama": ("DiffLlamaForCausalLM", _DENSE),
     "Doge": ("DogeForCausalLM", {**_DENSE, "keep_window_size": 7}),
     "ImageGPT": ("ImageGPTForCausalImageModeling", {
         "vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 64, "n_layer": 1, "n_head": 4,

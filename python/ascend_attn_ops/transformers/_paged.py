@@ -60,6 +60,7 @@ def let_attention_update(name: str, check: Callable[[Any], None], patch: Patch) 
             return update(cache, key_states, value_states, layer_idx, kwargs)
         check(cache.config.__class__)
         _caches[kwargs["cu_seq_lens_q"]] = cache
+        _new[key_states] = _new[value_states] = True
         return key_states, value_states
 
     patch.set_attribute(PagedAttentionCache, "update", leave_to_attention)
@@ -77,6 +78,9 @@ class _Step(NamedTuple):
 _steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # Layers that share the keys of another do not update the cache of the step.
 _caches: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Keys and values of the step that attention is to write. A model that changes what the cache
+# returns would change these alone, and not those that are cached.
+_new: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def attention(
@@ -101,6 +105,10 @@ def attention(
         expected = "None, as this attention reads the pages of every step"
         got = "a tensor; set max_blocks_per_request=0 in ContinuousBatchingConfig"
         raise wrong(NotImplementedError, "generate_batch", "block_table", expected, got)
+    if "cache" not in kwargs and not (key in _new and value in _new):
+        expected = "what the model caches"
+        got = f"what {type(module).__name__} makes of it; use another implementation"
+        raise wrong(NotImplementedError, "generate_batch", "value", expected, got)
     layer: int = module.layer_idx  # type: ignore[assignment]
     ends = kwargs["cu_seq_lens_q"]
     cache = kwargs["cache"] if "cache" in kwargs else _caches[ends]
