@@ -56,6 +56,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "n_routed_experts": 4,
     }),
     "DiffLlama": ("DiffLlamaForCausalLM", _DENSE),
+    "PhiMoE": ("PhimoeForCausalLM", _WITH_EXPERTS),
     "Doge": ("DogeForCausalLM", {**_DENSE, "keep_window_size": 7}),
     "ImageGPT": ("ImageGPTForCausalImageModeling", {
         "vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 64, "n_layer": 1, "n_head": 4,

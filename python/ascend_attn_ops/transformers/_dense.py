@@ -320,7 +320,12 @@ def attention(
             raise wrong(NotImplementedError, _WHERE, name, expected, got)
     options: dict[str, Any] = {"num_heads": query.shape[1], "scale_value": scaling, "sink": s_aux}
     if "write_index" in kwargs:
-        options.update(_mode(True, sliding_window), num_key_value_heads=key.shape[1])
+        # transformers 5.23 makes one that says what the lengths say, for all heads.
+        if attention_mask is not None and ("cache" not in kwargs or attention_mask.shape[1] > 1):
+            got = f"one from {type(module).__name__}; {_ANOTHER}"
+            raise wrong(NotImplementedError, _WHERE, "attention_mask", "None beside pages", got)
+        window = _paged.window_of(module, kwargs) or sliding_window
+        options.update(_mode(True, window), num_key_value_heads=key.shape[1])
         return _paged.attention(module, query, key, value, options, kwargs), None
     options["dropout_p"] = dropout
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

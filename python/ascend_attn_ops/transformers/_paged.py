@@ -83,6 +83,16 @@ _caches: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _new: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+def _allocator_of(module: nn.Module, kwargs: dict[str, Any]) -> CacheAllocator:
+    cache = kwargs["cache"] if "cache" in kwargs else _caches[kwargs["cu_seq_lens_q"]]
+    return cache.layer_to_allocator[module.layer_idx]
+
+
+def window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """How many keys the cache keeps, of which not every model tells its attention; None for all."""
+    return getattr(_allocator_of(module, kwargs), "sliding_window", None)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -110,9 +120,7 @@ def attention(
         got = f"what {type(module).__name__} makes of it; use another implementation"
         raise wrong(NotImplementedError, "generate_batch", "value", expected, got)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    ends = kwargs["cu_seq_lens_q"]
-    cache = kwargs["cache"] if "cache" in kwargs else _caches[ends]
-    allocator = cache.layer_to_allocator[layer]
+    ends, allocator = kwargs["cu_seq_lens_q"], _allocator_of(module, kwargs)
     if ends not in _steps:
         _steps[ends] = {}
     steps = _steps[ends]
