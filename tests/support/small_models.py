@@ -59,8 +59,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "PhiMoE": ("PhimoeForCausalLM", _WITH_EXPERTS),
     "Doge": ("DogeForCausalLM", {**_DENSE, "keep_window_size": 7}),
     "ImageGPT": ("ImageGPTForCausalImageModeling", {
-        "vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 64, "n_layer": 1, "n_head": 4,
-    }),
+        "vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 64, "n_layer": 1, "n_head": 4}),
     "Inkling2": ("Inkling2ForCausalLM", _DENSE),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _SPARSE),
     "A.X-K2": ("AXK2ForCausalLM", {**_SPARSE, "num_local_experts": 4, "gated_norm_rank": 8}),

@@ -176,8 +176,8 @@ def mask(
     - int32, (B or 1, 1, 2, keys), a causal mask in brief: equal numbers mark the keys of a
       sequence, and beside them stands the window, or 0. The queries are the last keys; further keys
       are not read. transformers passes on a mask of four axes as it is;
-    - int32, (1, 1, 1, tokens), on the host: the ends of packed sequences, in which the mask is
-      causal, under torch.compile.
+    - int32, (1 + window, 1, 1, tokens), on the host: the ends of packed sequences, in which the
+      mask is causal, under torch.compile. All rows are one, and without a window there is one.
     """
     if not is_compiling():
         _once.begin()
@@ -202,7 +202,7 @@ def mask(
         found = _recognise(mask_function) if is_compiling() else None
         if found is None or found.sequences is None:
             return of_all_pairs()
-        return ends_of(found.sequences)
+        return ends_of(found.sequences).expand((found.window or 0) + 1, -1, -1, -1)
     pattern = _recognise(mask_function)
     # Models whose layers change the mask ask for one of all pairs; transformers itself, for packs.
     asked = pattern and pattern.sequences is None and not options.get("allow_is_causal_skip", True)
@@ -338,7 +338,8 @@ def attention(
         sliding_window, found = _lengths(module, brief, query)
         pack = pack or found
     elif form == (torch.int32, 1, 1):
-        causal, ends = True, cast("Tensor", attention_mask).flatten()
+        causal, copies = True, cast("Tensor", attention_mask)
+        sliding_window, ends = copies.shape[0] - 1, copies[0].flatten()
         pack = pack or Sequences(ends, ends, None)
     elif attention_mask is not None:
         options.update(_pairs(module, query, attention_mask, keys))
