@@ -69,11 +69,11 @@ def attention(
         attn_mask: of any shape that broadcasts to (B, N, Sq, Skv). bool: True keeps a key. Floating
             point: added to the scores, in query's dtype; -inf leaves a key out, for which a bool
             mask needs less memory. Or one of torch.nn.attention.bias.
+        dropout_p: probability of dropping a weight, drawn by torch's default generator of query's
+            device; in training and out of it, as in torch.
         is_causal: no query sees a later key, from the top left: ``mask=Causal("top-left")``.
         window: (left, right) as in flash-attn: how many keys before and after the diagonal, which
             ends at the bottom right; -1 for all. (128, 0) is a causal sliding window.
-        dropout_p: probability of dropping a weight, drawn by torch's default generator of query's
-            device; in training and out of it, as in torch.
         scale: factor of the scores; None for 1 / sqrt(D).
         enable_gqa: whether key and value may have fewer heads, a divisor of N.
         sink: (N,), the score of one more key of each head, without a value, as in gpt_oss.
