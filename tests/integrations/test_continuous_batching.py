@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache  # n
 
 # The longest prompt goes through in chunks of 24 tokens, and the window of 7 keys goes round.
 LENGTHS = (40, 3, 17, 61)
-NEW = 12
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 CALL = ops.fused_infer_attention_score
 
 
@@ -57,8 +57,7 @@ def served(
         page_size=page_size, num_blocks=384 // page_size, max_batch_tokens=24,
         max_requests_per_batch=options.pop("max_requests_per_batch", None),
     )  # fmt: skip
-    defaults = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    generation = transformers.GenerationConfig(**{**defaults, **options})
+    generation = transformers.GenerationConfig(**{**GREEDY, "eos_token_id": -1, **options})
     results = model.generate_batch(
         texts or prompts(), generation_config=generation, continuous_batching_config=config
     )
@@ -70,10 +69,7 @@ def generated(model: nn.Module, texts: list[list[int]] | None = None) -> list[li
     results = []
     for prompt in texts or prompts():
         text = torch.tensor([prompt])
-        tokens = model.generate(
-            text, attention_mask=torch.ones_like(text), max_new_tokens=NEW, do_sample=False,
-            pad_token_id=0,
-        )  # fmt: skip
+        tokens = model.generate(text, attention_mask=torch.ones_like(text), **GREEDY)
         results.append(tokens[0, len(prompt) :].tolist())
     return results
 
