@@ -24,8 +24,9 @@ def with_defaults(a: Arguments) -> Arguments:
     if a.num_heads is None:
         heads_axis = {"BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}[layout]
         a.num_heads = a.query.shape[heads_axis]
-    elif isinstance(a.num_heads, Tensor):
-        a.num_heads = int(a.num_heads)
+    a.num_heads = int(a.num_heads)  # torch takes a tensor and numpy's numbers as well
+    if getattr(a, "num_key_value_heads", None) is not None:
+        a.num_key_value_heads = int(a.num_key_value_heads)
     if a.scale_value is None:
         heads = a.num_heads if layout in ("BSH", "SBH") else 1
         rope = getattr(a, "query_rope", None)
