@@ -205,8 +205,8 @@ def mask(
         return ends_of(found.sequences).expand((found.window or 0) + 1, -1, -1, -1)
     pattern = _recognise(mask_function)
     # Models whose layers change the mask ask for one of all pairs; transformers itself, for packs.
-    asked = pattern and pattern.sequences is None and not options.get("allow_is_causal_skip", True)
-    if pattern is None or asked:
+    asked = not options.get("allow_is_causal_skip", True)
+    if pattern is None or (asked and pattern.sequences is None):
         return of_all_pairs()
 
     offset = int(q_offset)
