@@ -34,7 +34,8 @@ def _moderate(operator: Operator, arguments: dict[str, Any]) -> bool:
     """The numbers that are factors or offsets."""
     for x in operator.overload._schema.arguments:
         value = arguments.get(x.name, x.default_value)
-        if str(x.type) == "float" and not (is_number(value) and abs(float(value)) <= _LARGEST):
+        factor = "float" in str(x.type) and value is not None
+        if factor and not (is_number(value) and abs(float(value)) <= _LARGEST):
             return False
     return True
 

@@ -108,6 +108,10 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     if not through_torch and kind is TypeError and _SIGNATURE.match(text):
         return True
     tensors = list(tensors_in(given))
+    # One in the place of a number, which torch.ops reads, whatever the others are.
+    reads = re.match("Cannot access storage of (Opaque|Sparse|SparseCsr)TensorImpl", text)
+    if reads and any(x.layout is not torch.strided for x in tensors):
+        return True
     if any(x._is_zerotensor() for x in tensors) and text.startswith("ZeroTensors are immutable"):
         return kind is RuntimeError
     if any(x.is_inference() for x in tensors) and text.startswith("Inference tensors cannot be "):
@@ -126,13 +130,9 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     freed = any(has_memory(x) and not can_be_read(x) for x in tensors)
     if through_torch and freed and text.startswith("setStorage: sizes [], "):
         return kind is RuntimeError
-    if kind is NotImplementedError and any(x.is_nested for x in tensors):
-        if through_torch and text == "aten._local_scalar_dense.default":
-            return True  # one in the place of a number, which torch.ops reads
-        return _JAGGED.fullmatch(text) is not None
-    # One in the place of a number, which torch.ops reads.
-    reads = re.match("Cannot access storage of (Opaque|Sparse|SparseCsr)TensorImpl", text)
-    return reads is not None and any(x.layout is not torch.strided for x in tensors)
+    read = through_torch and text == "aten._local_scalar_dense.default"  # in a number's place
+    nested = kind is NotImplementedError and any(x.is_nested for x in tensors)
+    return nested and (read or _JAGGED.fullmatch(text) is not None)
 
 
 def is_out_of_memory(outcome: Outcome) -> bool:
