@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from ascend_attn_ops import reference
 from ascend_attn_ops._core.arguments import is_number
@@ -214,8 +213,8 @@ def check_on_meta(operator: Operator, outcome: Outcome, arguments: dict[str, Any
     kinds = {x.name: str(x.type) for x in operator.overload._schema.arguments}
     on_meta = {name: _on_meta(x, kinds[name]) for name, x in arguments.items()}
     meta = run(getattr(torch.ops.ascend, operator.name), (), on_meta)
-    lists = any(isinstance(x, (list, tuple, np.ndarray)) for x in arguments.values())
-    if lists and "failed to match any schema" in meta.text:
+    others = [x for n, x in arguments.items() if kinds[n] != "str" and not isinstance(x, Tensor)]
+    if any(isinstance(x, Iterable) for x in others) and "failed to match any schema" in meta.text:
         return  # lists of tensors or numpy's numbers, and lists beside tensors of lengths
     if outcome.error is None:
         if meta.error is not None:
