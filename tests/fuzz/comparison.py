@@ -30,10 +30,11 @@ def has_nan(x: Tensor) -> bool:
 
 
 def _moderate(operator: Operator, arguments: dict[str, Any]) -> bool:
-    """The numbers that are factors or offsets."""
+    """The numbers that are factors or offsets: scale_value where int8 products are float16."""
+    int8 = getattr(arguments.get("query"), "dtype", None) == torch.int8
     for x in operator.overload._schema.arguments:
         value = arguments.get(x.name, x.default_value)
-        factor = "float" in str(x.type) and value is not None
+        factor = str(x.type) == "float" or (int8 and x.name == "scale_value" and value is not None)
         if factor and not (is_number(value) and abs(float(value)) <= _LARGEST):
             return False
     return True
