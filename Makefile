@@ -81,6 +81,7 @@ OLDEST := 'transformers==5.23.*'
 
 # Every dtype, level, device, example, number of ranks and vector unit, and other versions.
 test-all: build-npu .venv/test
+	$(MAKE) fuzz SECONDS=600
 	$(CPU) $(PIP_INSTALL) $(OTHERS) torch==$(shell $(CPU) -c 'import torch; print(torch.__version__)')
 	$(CPU) -m pytest --ignore=tests/npu --all $(IN_PARALLEL)
 	$(CPU) $(PIP_INSTALL) --no-deps --upgrade --target out/oldest $(OLDEST)
@@ -88,7 +89,6 @@ test-all: build-npu .venv/test
 		tests/programs/test_sft_program.py tests/programs/test_trainer_programs.py
 	$(NPU) tests/npu/run.py --all $(IN_PARALLEL)
 	$(MAKE) matrix SHARE=12
-	$(MAKE) fuzz SECONDS=600
 
 SMOKE_TORCH := 2.10.0
 
