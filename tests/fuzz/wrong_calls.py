@@ -62,8 +62,8 @@ def draw(r: Random, operator: Operator) -> Sample:
 
 
 def _alias(r: Random, arguments: dict[str, Any]) -> None:
-    """One argument lies where another does."""
-    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and has_memory(x)]
+    """One argument lies where another does, unless that is too large to compute with."""
+    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and can_be_read(x)]
     if len(names) < 2:
         return
     one, other = r.sample(names, 2)
