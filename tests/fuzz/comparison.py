@@ -30,7 +30,7 @@ def has_nan(x: Tensor) -> bool:
 
 
 def _moderate(operator: Operator, arguments: dict[str, Any]) -> bool:
-    """The numbers that are factors or offsets: scale_value where int8 products are float16."""
+    """Factors and offsets; scale_value for int8 alone, whose products are float16."""
     int8 = getattr(arguments.get("query"), "dtype", None) == torch.int8
     for x in operator.overload._schema.arguments:
         value = arguments.get(x.name, x.default_value)

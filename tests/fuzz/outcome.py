@@ -130,9 +130,10 @@ def _is_torchs(error: BaseException, text: str, given: object, through_torch: bo
     freed = any(has_memory(x) and not can_be_read(x) for x in tensors)
     if through_torch and freed and text.startswith("setStorage: sizes [], "):
         return kind is RuntimeError
-    read = through_torch and text == "aten._local_scalar_dense.default"  # in a number's place
+    # torch.ops reads one in the place of a number.
+    as_number = through_torch and text == "aten._local_scalar_dense.default"
     nested = kind is NotImplementedError and any(x.is_nested for x in tensors)
-    return nested and (read or _JAGGED.fullmatch(text) is not None)
+    return nested and (as_number or _JAGGED.fullmatch(text) is not None)
 
 
 def is_out_of_memory(outcome: Outcome) -> bool:

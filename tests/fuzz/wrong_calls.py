@@ -62,8 +62,8 @@ def draw(r: Random, operator: Operator) -> Sample:
 
 
 def _alias(r: Random, arguments: dict[str, Any]) -> None:
-    """One argument lies where another does, unless that is too large to compute with."""
-    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and can_be_read(x)]
+    """One argument lies where another does."""
+    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and has_memory(x)]
     if len(names) < 2:
         return
     one, other = r.sample(names, 2)
@@ -75,7 +75,7 @@ def _alias(r: Random, arguments: dict[str, Any]) -> None:
         view = torch.empty(0, dtype=x.dtype)
         view.set_(y.untyped_storage(), shift, x.shape, x.stride())
         arguments[one] = view
-    else:
+    elif y.numel() <= _COMPRESSED:  # a larger one could agree with itself, and be computed with
         arguments[one] = y
 
 
@@ -231,10 +231,12 @@ class WrongCalls:
         public, through_torch = (outcome, other) if self.public else (other, outcome)
         if is_out_of_memory(public) or is_out_of_memory(through_torch):
             return
+        texts = f"{public.text} / {through_torch.text}"
+        if "actual_seq_lengths" in texts or "prefix: expected whole" in texts:
+            # The public function reads them first, as it takes them in two forms; torch.ops takes
+            # an empty tensor of any dtype for lengths, and '' for a list.
+            return
         if through_torch.error is None:
-            if "actual_seq_lengths" in public.text or "prefix: expected whole" in public.text:
-                # torch.ops takes an empty tensor of any dtype for lengths, and '' for a list.
-                return
             if public.error is not None:
                 raise Finding(f"torch.ops accepts what the public function refuses: {public.text}")
             for x, y in zip(public.outputs, through_torch.outputs, strict=True):
@@ -243,10 +245,6 @@ class WrongCalls:
                 if not same_bits(x, y):
                     raise Finding("torch.ops and the public function give different bits")
         elif through_torch.of_library and public.of_library and public.text != through_torch.text:
-            texts = f"{public.text} / {through_torch.text}"
-            if "actual_seq_lengths" in texts or "prefix: expected whole" in texts:
-                # The public function reads them first, as it takes them in two forms.
-                return
             if " builds it" in through_torch.text:
                 return
             mask = copy.get("atten_mask")
